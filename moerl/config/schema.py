@@ -1,0 +1,219 @@
+"""Every setting of moerl, in one torch-free tree. Defaults live here and nowhere else.
+
+Units are in the names. A section is one table of the TOML file; `[megatron]` and `[sglang]` pass native options of the
+installed versions through.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    """Where a run lives and what makes it repeatable."""
+
+    dir: str = "runs/default"
+    """Run folder: config.json, metrics.jsonl, rollouts/, checkpoints/, logs/, summary.json."""
+    seed: NonNegative = 1
+
+
+class Model(Section):
+    path: str
+    """Hugging Face folder of the policy at version 0 (config.json, *.safetensors, tokenizer)."""
+
+
+class Task(Section):
+    """What is asked, and how an answer is scored."""
+
+    kind: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
+    name: str = "chain_sum"
+    """reasoning_gym: name of the dataset."""
+    options: dict[str, Any] = {}
+    """reasoning_gym: options of the dataset, such as min_terms or max_digits."""
+    path: str = ""
+    """jsonl: file with one {"prompt": …, "answer": …} per line."""
+    prompt_template: str = "{prompt}"
+    """How a question becomes the prompt text; `{prompt}` is the question."""
+    strip_question: str = ""
+    """Regular expression whose matches are removed from the question before the template (compact prompts for tiny models)."""
+    add_bos: bool = False
+    """Put the tokenizer's bos token first."""
+    prompts: Positive = 4096
+    """Size of the training set (distinct prompts)."""
+    heldout_prompts: NonNegative = 128
+    """Prompts set aside for evaluation; never trained on."""
+    reward: str = "math_verify"
+    """`math_verify`, `exact_integer`, or `package.module:function` taking (completion text, answer, finish_reason) -> float."""
+    reward_workers: Positive = 1
+    reward_timeout_s: Seconds = 10.0
+
+
+class Rollout(Section):
+    """How completions are sampled."""
+
+    prompts_per_step: Positive = 16
+    group_size: Positive = 8
+    """Completions per prompt: the group that advantages are normalised over."""
+    max_prompt_tokens: Positive = 512
+    max_new_tokens: Positive = 512
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    request_timeout_s: Seconds = 300.0
+    save: bool = True
+    """Write every step's rollouts to `rollouts/`, so that `train --rollouts` can repeat the run."""
+
+
+class Engine(Section):
+    """The SGLang engines and their life cycle; SGLang's own options go into `[sglang]`."""
+
+    count: Positive = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tp: Positive = 1
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    threads: Positive = 1
+    """CPU only: threads per engine rank. With a trainer on the same cores, 1."""
+    max_running_requests: Positive = 128
+    max_total_tokens: Positive = 32768
+    start_timeout_s: Seconds = 300.0
+    """Deadline from process start to healthy."""
+    request_timeout_s: Seconds = 60.0
+    """Deadline of a control request (update, flush, pause)."""
+    max_restarts: NonNegative = 1
+    """How often a dead engine is restarted (and given the current weights) before the run ends."""
+
+
+class Train(Section):
+    """The trainer: steps, batching, optimizer."""
+
+    steps: Positive = 100
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute type. bfloat16 keeps fp32 master weights in the optimizer."""
+    threads: Positive = 1
+    """CPU only: torch threads per rank."""
+    tokens_per_microbatch: Positive = 4096
+    """Packed tokens per microbatch and data-parallel rank."""
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    lr_warmup_steps: NonNegative = 0
+    lr_final_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Linear decay: learning rate of the last step divided by `lr`."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    expert_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Step of the router's correction bias; 0 freezes it (the default in RL: the engine's choices stay comparable)."""
+    replay: bool = True
+    """Force the trainer onto the experts that the engine recorded (R3)."""
+    fp32_head: bool = True
+    """Compute the language-model head in float32."""
+
+
+class Parallel(Section):
+    """Sizes of the trainer's process groups; dp and edp follow from the world size."""
+
+    tp: Positive = 1
+    pp: Positive = 1
+    vpp: Positive = 1
+    cp: Positive = 1
+    ep: Positive = 1
+    etp: Positive = 1
+    nproc_per_node: Positive = 1
+    """Ranks that `moerl train` starts on this machine. Under torchrun the launcher's world size counts instead."""
+    timeout_s: Seconds = 600.0
+    """Deadline of a collective."""
+
+
+class Objective(Section):
+    """GRPO with asymmetric clipping and a correction for the engine-trainer gap."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    normalize_std: bool = True
+    """Divide group advantages by the group's standard deviation (false: Dr. GRPO)."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the k3 KL to the reference (the policy at version 0); 0 keeps no reference model."""
+    entropy_coef: float = 0.0
+    correction: Literal["none", "tis", "icepop"] = "tis"
+    """tis: truncated importance weight; icepop: tokens outside [icepop_low, icepop_high] are masked."""
+    tis_cap: Annotated[float, Field(gt=0)] = 2.0
+    icepop_low: Annotated[float, Field(gt=0)] = 0.5
+    icepop_high: Annotated[float, Field(gt=0)] = 2.0
+    epochs_per_batch: Positive = 1
+    """Optimizer updates on one batch. Above 1 the old logprobs are recomputed before the first."""
+
+
+class Sync(Section):
+    """How new weights reach the engines."""
+
+    bucket_mib: Annotated[float, Field(gt=0)] = 256.0
+    verify: bool = True
+    """Compare every engine parameter's checksum with the trainer's bytes after each sync."""
+    timeout_s: Seconds = 300.0
+
+
+class Checkpoint(Section):
+    every_steps: NonNegative = 0
+    """0: only at the end."""
+    keep: Positive = 2
+    at_end: bool = True
+    export_hf: bool = True
+    """Write an HF folder of the final weights to `export/`."""
+
+
+class Diagnostics(Section):
+    """What is measured beside training."""
+
+    mismatch_every_steps: NonNegative = 1
+    """Natural (unforced) forward on the same rollouts every n steps: routes that differ, KL with and without replay. 0: off."""
+    evaluate_every_steps: NonNegative = 0
+    """Accuracy on held-out prompts every n steps, besides before and after. 0: only before and after."""
+    evaluate: bool = True
+
+
+class Observe(Section):
+    console: bool = True
+    tensorboard: bool = False
+    wandb_project: str = ""
+    trackio_project: str = ""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    heartbeat_s: Seconds = 30.0
+    """A wait that lasts longer says so every this many seconds."""
+
+
+class Require(Section):
+    """What a run must achieve; otherwise it ends with an error (used by the quick start)."""
+
+    min_reward_gain: float | None = None
+    """Mean reward of the last tenth of the steps minus that of the first tenth."""
+    min_heldout_gain: float | None = None
+    """Held-out accuracy after minus before."""
+
+
+class Config(Section):
+    """One run."""
+
+    run: Run = Run()
+    model: Model
+    task: Task = Task()
+    rollout: Rollout = Rollout()
+    engine: Engine = Engine()
+    train: Train = Train()
+    parallel: Parallel = Parallel()
+    objective: Objective = Objective()
+    sync: Sync = Sync()
+    checkpoint: Checkpoint = Checkpoint()
+    diagnostics: Diagnostics = Diagnostics()
+    observe: Observe = Observe()
+    require: Require = Require()
+    megatron: dict[str, Any] = {}
+    """Native fields of Megatron's MLATransformerConfig."""
+    sglang: dict[str, Any] = {}
+    """Native fields of SGLang's ServerArgs."""

@@ -1,0 +1,114 @@
+"""The declarative description of a model family: one `Param` per kind of weight.
+
+A family file lists, for every weight, its names in the three worlds that meet in moerl and how Megatron cuts it. Loading
+a Hugging Face folder, exporting one, and syncing an engine all read the same list.
+
+    HF checkpoint  <--Param.hf-->  full tensor  <--Param.tp_axis, expert-->  Megatron rank's parameter
+                                        \\--Param.engine-->  SGLang's fused parameter
+
+Flow: `ModelSpec` in, names and axes out. Nothing here imports torch or Megatron.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LayerKind = Literal["once", "all", "dense", "moe"]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One kind of weight.
+
+    Attributes:
+        megatron: parameter name in Megatron with `{layer}` (0-based model layer) and `{expert}` placeholders.
+        hf: names of the HF tensors; several are stacked along dim 0 in this order (gate, then up).
+        shape: of each HF part (all parts of one `Param` have the same shape).
+        tp_axis: dimension that tensor parallelism cuts (expert tensor parallelism where `expert`), None if replicated.
+            With several `hf` parts each part is cut by itself: a rank holds [gate shard; up shard].
+        layers: which layers have it.
+        expert: one tensor per routed expert, distributed by expert parallelism.
+        engine: SGLang's parameter that these HF tensors become part of (see `engine_group`).
+        aliases: the same parameter's other names (Transformer Engine fuses norms into linears; grouped experts).
+        fp32: kept in float32 everywhere (the router's correction bias).
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    shape: tuple[int, ...]
+    tp_axis: int | None = None
+    layers: LayerKind = "all"
+    expert: bool = False
+    engine: str = ""
+    aliases: tuple[str, ...] = ()
+    fp32: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What moerl needs to know of one model, read from its `config.json`.
+
+    Attributes:
+        family: name of the family file.
+        hf_config: the parsed `config.json`.
+        layers: decoder layers (MTP layers excluded).
+        moe_layers: 0-based numbers of the layers that route tokens to experts, ascending.
+        experts: routed experts per MoE layer.
+        topk: experts per token.
+        vocab_size: rows of the embedding in the checkpoint.
+        params: all kinds of weights.
+        megatron: keyword arguments for Megatron's transformer configuration (torch-free values).
+    """
+
+    family: str
+    hf_config: dict[str, Any]
+    layers: int
+    moe_layers: tuple[int, ...]
+    experts: int
+    topk: int
+    hidden_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    params: tuple[Param, ...]
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+    def entries(self) -> Iterator["Entry"]:
+        """All weights of the model in canonical order: the same on every rank, layer by layer."""
+        for param in self.params:
+            if param.layers == "once" and not param.megatron.startswith(("decoder.final", "output")):
+                yield Entry(param, None, None)
+        moe = set(self.moe_layers)
+        for layer in range(self.layers):
+            for param in self.params:
+                if param.layers == "all" or param.layers == ("moe" if layer in moe else "dense"):
+                    for expert in range(self.experts) if param.expert else (None,):
+                        yield Entry(param, layer, expert)
+        for param in self.params:
+            if param.layers == "once" and param.megatron.startswith(("decoder.final", "output")):
+                yield Entry(param, None, None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One weight of one model: a `Param` with its layer and expert filled in."""
+
+    param: Param
+    layer: int | None
+    expert: int | None
+
+    @property
+    def megatron(self) -> str:
+        return self.param.megatron.format(layer=self.layer, expert=self.expert)
+
+    @property
+    def megatron_names(self) -> tuple[str, ...]:
+        """All names under which Megatron may hold this weight, the local layout's first."""
+        return tuple(name.format(layer=self.layer, expert=self.expert) for name in (self.param.megatron, *self.param.aliases))
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return tuple(name.format(layer=self.layer, expert=self.expert) for name in self.param.hf)
+
+    @property
+    def engine(self) -> str:
+        return self.param.engine.format(layer=self.layer, expert=self.expert)
