@@ -1,4 +1,16 @@
-"""Package definition. Exact pins where upstream's behaviour matters; ranges elsewhere (`requirements/` holds the tested lock)."""
+"""Package definition: exact pins where upstream's behaviour matters, ranges elsewhere.
+
+`requirements/lock.txt` holds the one tested set of versions, and `tools/setup.sh` makes an environment from it. The extras:
+
+- `cpu`   what SGLang needs on a machine without a GPU. SGLang itself is installed with `--no-deps` there, since its own
+          requirements are CUDA kernels.
+- `gpu`   all of SGLang, and Transformer Engine.
+- `dev`   tests and lint.
+- `sinks` optional places for metrics.
+"""
+
+import re
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
@@ -6,22 +18,77 @@ CORE = [
     "torch==2.14.1",
     "megatron-core==0.19.2",
     "transformers==5.19.0",
-    "triton",
-    "psutil",
+    "reasoning-gym==0.1.25",
+    "triton",  # megatron-core imports it unconditionally
+    "psutil>=6",  # without it Megatron's checkpoint writers die and their parent waits for ever
     "numpy>=2",
     "safetensors>=0.6",
-    "tokenizers",
-    "ray[default]>=2.50" if False else "ray>=2.50",
-    "pydantic>=2.11",
-    "pydantic-settings>=2.10",
+    "tokenizers>=0.22",
+    "ray>=2.50,<3",
+    "pydantic>=2.11,<3",
     "msgspec>=0.19",
     "xxhash>=3.5",
-    "pyarrow>=20",
-    "aiohttp>=3.12",
-    "tenacity>=9",
+    "aiohttp>=3.12,<4",
+    "tenacity>=9,<10",
     "rich>=14",
-    "jinja2>=3.1",
+    "jinja2>=3.1,<4",
     "plotly>=6",
-    "math-verify>=0.8",
-    "reasoning-gym==0.1.25",
+    "math-verify>=0.8,<1",
 ]
+
+CPU = [
+    "torchvision==0.29.1",
+    "apache-tvm-ffi==0.1.11",
+    "compressed-tensors==0.18.0",
+    "openai==2.8.0",
+    "sentencepiece==0.2.1",
+    "soundfile==0.13.1",
+    "xgrammar==0.2.7",
+    "aiohttp",
+    "dill",
+    "distro",
+    "einops",
+    "fastapi",
+    "gguf",
+    "interegular",
+    "ipython",
+    "jsonschema",
+    "loguru",
+    "msgspec",
+    "orjson",
+    "partial-json-parser",
+    "pillow",
+    "prometheus-client",
+    "pybase64",
+    "python-multipart",
+    "pyzmq>=25.1.2",
+    "regex",
+    "requests",
+    "scipy",
+    "setproctitle",
+    "tqdm",
+    "uvicorn>=0.51",
+    "uvloop",
+    "watchfiles",
+    "zstandard",
+]
+
+GPU = ["sglang==0.5.23", "transformer-engine[pytorch]>=2.8"]
+
+DEV = ["pytest>=8.4", "pytest-xdist>=3.8", "pytest-timeout>=2.4", "hypothesis>=6.130", "ruff>=0.14", "import-linter>=2.5", "setuptools>=77", "wheel"]
+
+SINKS = ["tensorboard>=2.19", "wandb>=0.21", "trackio>=0.4"]
+
+setup(
+    name="moerl",
+    version=re.search(r'__version__ = "(.+)"', Path(__file__).with_name("moerl").joinpath("__init__.py").read_text())[1],
+    description="RL post-training of mixture-of-experts models with exact routing replay",
+    python_requires=">=3.12",
+    packages=find_packages(include=["moerl", "moerl.*"]),
+    install_requires=CORE,
+    extras_require={"cpu": CPU, "gpu": GPU, "dev": DEV, "sinks": SINKS},
+    entry_points={
+        "console_scripts": ["moerl = moerl.cli:main"],
+        "sglang.srt.plugins": ["moerl = moerl.rollout.plugin:register"],
+    },
+)

@@ -24,7 +24,14 @@ def _attention(hf: dict[str, Any]) -> tuple[Param, ...]:
     fused = _ATTN + "fused_qkv_a_proj_with_mqa.weight"
     if q_lora:
         query = (
-            Param(_M_ATTN + "linear_q_down_proj.weight", (_ATTN + "q_a_proj.weight",), (q_lora, hidden), 0, engine=fused),
+            Param(
+                _M_ATTN + "linear_q_down_proj.weight",
+                (_ATTN + "q_a_proj.weight",),
+                (q_lora, hidden),
+                0,
+                engine=fused,
+                engine_replicated=True,
+            ),
             Param(
                 _M_ATTN + "q_layernorm.weight",
                 (_ATTN + "q_a_layernorm.weight",),
@@ -46,7 +53,14 @@ def _attention(hf: dict[str, Any]) -> tuple[Param, ...]:
         query = (Param(_M_ATTN + "linear_q_proj.weight", (name,), (heads * (nope + rope), hidden), 0, engine=name),)
     return (
         *query,
-        Param(_M_ATTN + "linear_kv_down_proj.weight", (_ATTN + "kv_a_proj_with_mqa.weight",), (lora + rope, hidden), 0, engine=fused),
+        Param(
+            _M_ATTN + "linear_kv_down_proj.weight",
+            (_ATTN + "kv_a_proj_with_mqa.weight",),
+            (lora + rope, hidden),
+            0,
+            engine=fused,
+            engine_replicated=True,
+        ),
         Param(
             _M_ATTN + "kv_layernorm.weight",
             (_ATTN + "kv_a_layernorm.weight",),

@@ -31,6 +31,7 @@ class Param:
         engine: SGLang's parameter that these HF tensors become part of (see `engine_group`).
         aliases: the same parameter's other names (Transformer Engine fuses norms into linears; grouped experts).
         fp32: kept in float32 everywhere (the router's correction bias).
+        engine_replicated: every engine rank holds all of it, although Megatron may cut it along `tp_axis`.
     """
 
     megatron: str
@@ -42,6 +43,7 @@ class Param:
     engine: str = ""
     aliases: tuple[str, ...] = ()
     fp32: bool = False
+    engine_replicated: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,181 @@
+"""Checkpoints: Megatron's distributed format plus `state.json`, published by one rename.
+
+    checkpoints/.writing-step-000010/   every rank writes its shards        --rename-->  checkpoints/step-000010/
+        *.distcp, common.pt, metadata.json      model, optimizer, RNG
+        state.json                              step, weight version, data position, the settings that matter
+
+A folder named `step-*` is complete by construction. Resuming reads the newest one and refuses when there is none or when a
+setting changed that would make the continued run another run.
+"""
+
+import json
+import logging
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from moerl.config.schema import Config
+from moerl.errors import CheckpointError
+from moerl.models import ModelSpec
+
+log = logging.getLogger(__name__)
+
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+# Settings that may differ between the saved run and the resumed one: where and how fast it runs, not what it computes.
+_FREE_SECTIONS = ("run", "engine", "sync", "checkpoint", "diagnostics", "observe", "require", "parallel", "sglang")
+_FREE_SETTINGS = {"train.threads", "train.device", "train.tokens_per_microbatch", "model.path", "rollout.save"}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after `step` completed steps."""
+
+    step: int
+    version: int
+    position: int
+    """Prompts taken from the training set so far."""
+
+
+def save(folder: Path, progress: Progress, model: list[torch.nn.Module], optimizer: Any, config: Config, spec: ModelSpec) -> Path:
+    """Write and publish the checkpoint of `progress` under `folder`; collective. Older ones beyond `checkpoint.keep` are removed.
+
+    Returns:
+        The published folder.
+    """
+    final = folder / f"step-{progress.step:06d}"
+    writing = folder / f".writing-{final.name}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_state_dict(model, optimizer, loading=False), writing, validate_access_integrity=True)
+    if dist.get_rank() == 0:
+        state = {"progress": asdict(progress), "settings": settings_that_matter(config, spec), "ranks": _rank_layout(config)}
+        (writing / "state.json").write_text(json.dumps(state, indent=2))
+        shutil.rmtree(final, ignore_errors=True)
+        writing.rename(final)
+        for old in available(folder)[: -config.checkpoint.keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    log.info("checkpoint %s", final)
+    return final
+
+
+def available(folder: Path) -> list[Path]:
+    """Published checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if (path / "state.json").is_file())
+
+
+def read_state(folder: Path, config: Config, spec: ModelSpec) -> tuple[Path, Progress, bool]:
+    """Find the newest checkpoint and check that `config` continues it.
+
+    Returns:
+        (folder, progress, whether the rank layout is the saved one).
+
+    Raises:
+        CheckpointError: nothing to resume, or settings differ that change what is computed.
+    """
+    found = available(folder)
+    if not found:
+        raise CheckpointError(f"--resume: no checkpoint in {folder}; start without --resume, or set run.dir to the run to continue")
+    state = json.loads((found[-1] / "state.json").read_text())
+    saved, now = state["settings"], settings_that_matter(config, spec)
+    changed = [f"{key}: saved {saved.get(key)!r}, now {now.get(key)!r}" for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
+    if state["ranks"]["ep"] != config.parallel.ep and 1 in (state["ranks"]["ep"], config.parallel.ep):
+        changed.append(
+            f"parallel.ep: saved {state['ranks']['ep']}, now {config.parallel.ep} (optimizer state cannot move between ep = 1 and ep > 1)"
+        )
+    if changed:
+        raise CheckpointError(
+            f"--resume: {found[-1]} was written by a run with other settings; set them back, or start a new run.dir:\n"
+            + "\n".join(f"  - {line}" for line in changed)
+        )
+    return found[-1], Progress(**state["progress"]), state["ranks"] == _rank_layout(config)
+
+
+def load(checkpoint: Path, model: list[torch.nn.Module], optimizer: Any, *, same_layout: bool) -> None:
+    """Load a published checkpoint into a freshly built model and optimizer; collective. `same_layout`: restore RNG states too."""
+    inner = _inner_optimizers(optimizer)
+    for one in inner:
+        _allocate_state(one)
+    with _torch_adam_step():
+        state = dist_checkpointing.load(_state_dict(model, optimizer, loading=True, rng=same_layout), checkpoint)
+        for index, chunk in enumerate(model):
+            chunk.load_state_dict(state[f"model{index}"])
+        optimizer.load_state_dict(state["optimizer"])
+    for one in inner:
+        for values in one.optimizer.state.values():
+            if isinstance(values.get("step"), torch.Tensor):
+                # Megatron hands one step tensor to all parameters; torch's Adam would advance it once per parameter.
+                values["step"] = values["step"].clone()
+    if same_layout:
+        torch.set_rng_state(state["rng"]["cpu"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
+
+
+def settings_that_matter(config: Config, spec: ModelSpec) -> dict[str, Any]:
+    """Flat `section.key -> value` of everything that changes what a run computes, JSON-ready."""
+    # with a decaying learning rate the number of steps shapes every step; otherwise a run may simply go on for longer
+    free = _FREE_SETTINGS if config.train.lr_final_ratio != 1.0 else _FREE_SETTINGS | {"train.steps"}
+    flat = {"model": spec.family, "model.layers": spec.layers, "model.experts": spec.experts, "model.hidden_size": spec.hidden_size}
+    for section, values in config.model_dump(mode="json").items():
+        if section not in _FREE_SECTIONS:
+            flat |= {f"{section}.{key}": value for key, value in values.items()}
+    return {key: value for key, value in flat.items() if key not in free}
+
+
+def _rank_layout(config: Config) -> dict[str, int]:
+    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    return {**sizes, "world": dist.get_world_size() if dist.is_initialized() else 1}
+
+
+def _state_dict(model: list[torch.nn.Module], optimizer: Any, *, loading: bool, rng: bool = True) -> dict[str, Any]:
+    state: dict[str, Any] = {f"model{index}": chunk.sharded_state_dict(metadata=_METADATA) for index, chunk in enumerate(model)}
+    merged = {name: value for index in range(len(model)) for name, value in state[f"model{index}"].items()} if len(model) == 1 else state
+    state["optimizer"] = optimizer.sharded_state_dict(merged, is_loading=loading, metadata=_METADATA)
+    if rng:
+        states = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+        state["rng"] = ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+    return state
+
+
+def _inner_optimizers(optimizer: Any) -> list[DistributedOptimizer]:
+    chained = optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
+    return [one for one in chained if isinstance(one, DistributedOptimizer)]
+
+
+def _allocate_state(one: DistributedOptimizer) -> None:
+    """Give torch's Adam its state tensors before the first step, so that loading has somewhere to copy to."""
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    for group in one.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = one.optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+class _torch_adam_step:
+    """While loading with torch's Adam: Megatron copies every state tensor by name, but saves no `step` per parameter."""
+
+    def __enter__(self) -> None:
+        self.original = original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+        def tolerant(one: DistributedOptimizer, parameter: torch.Tensor, tensors: dict[str, Any]) -> None:
+            original(one, parameter, {"step": None, **tensors})
+
+        DistributedOptimizer._set_main_param_and_optimizer_states = tolerant
+
+    def __exit__(self, *exc: object) -> None:
+        DistributedOptimizer._set_main_param_and_optimizer_states = self.original

@@ -1,0 +1,93 @@
+"""Packing puts every position of every sequence into exactly one microbatch, with its label, route and columns."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moerl.errors import TraceError, TrainError
+from moerl.rollout.sample import Group, Sample
+from moerl.routing.trace import Layout, Trace, VersionRun, hash_tokens
+from moerl.train.batch import Sequence, add_column, filler_routes, pack, sequences
+
+LAYOUT = Layout((1, 2), 16, 4)
+
+
+def sequence(length: int, number: int) -> Sequence:
+    """Tokens and routes that encode (sequence number, position), so that they can be recognised after packing."""
+    positions = np.arange(length - 1)
+    routes = (positions[:, None, None] + np.arange(4) + 4 * np.arange(2)[:, None]) % 16
+    column = (1000 * number + positions).astype(np.float32)
+    return Sequence(1000 * number + np.arange(length), np.ones(length - 1, np.float32), routes.astype(np.uint8), {"mark": column})
+
+
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=0, max_size=25),
+    dp=st.integers(1, 3),
+    multiple=st.sampled_from([1, 4]),
+    rounds=st.sampled_from([1, 2]),
+)
+def test_every_position_lands_once(lengths: list[int], dp: int, multiple: int, rounds: int) -> None:
+    items = [sequence(length, number) for number, length in enumerate(lengths)]
+    ranks = pack(items, tokens_per_microbatch=40, dp=dp, multiple=multiple, rounds=rounds, layout=LAYOUT)
+    assert len({len(micro) for micro in ranks}) == 1
+    assert len(ranks[0]) % rounds == 0
+    seen = []
+    for micro in (one for rank in ranks for one in rank):
+        assert micro.size <= 40
+        assert micro.size % multiple == 0
+        assert micro.cu_seqlens[-1] == micro.size
+        real = np.flatnonzero(micro.real)
+        np.testing.assert_array_equal(micro.labels[real], micro.tokens[real] + 1)
+        np.testing.assert_array_equal(micro.tokens[real] % 1000, micro.positions[real])
+        if len(real):
+            np.testing.assert_array_equal(micro.columns["mark"][real], micro.tokens[real])
+            expected = (micro.positions[real][:, None, None] + np.arange(4) + 4 * np.arange(2)[:, None]) % 16
+            np.testing.assert_array_equal(micro.routes[real], expected)
+        assert not micro.loss_mask[~micro.real].any()
+        seen += micro.tokens[real].tolist()
+    assert sorted(seen) == sorted(token for item in items for token in item.tokens[:-1].tolist())
+
+
+def test_padding_rows_route_to_distinct_balanced_experts() -> None:
+    routes = filler_routes(32, LAYOUT)
+    assert all(len(set(row)) == 4 for row in routes.reshape(-1, 4).tolist())
+    assert len(set(np.bincount(routes[:, 0].ravel(), minlength=16).tolist())) == 1
+
+
+def test_a_sequence_that_fits_no_microbatch_names_the_setting() -> None:
+    with pytest.raises(TrainError, match="tokens_per_microbatch = 8"):
+        pack([sequence(20, 0)], tokens_per_microbatch=8, dp=1, layout=LAYOUT)
+
+
+def group(rewards: list[float]) -> Group:
+    samples = []
+    for index, reward in enumerate(rewards):
+        prompt, response = [1, 5, 6], [7 + index, 2]
+        tokens = np.array(prompt + response)
+        ids = filler_routes(4, LAYOUT)
+        trace = Trace(ids, LAYOUT, hash_tokens(tokens[:-1]), (VersionRun(0, 0, 4),)).to_bytes()
+        logprobs = np.array([-0.5, -0.25], "<f4").tobytes()
+        samples.append(Sample(0, index, prompt, response, logprobs, trace, [(0, 0, 2)], "x", "stop", reward=reward))
+    return Group(0, "x", samples)
+
+
+def test_a_sample_becomes_a_sequence() -> None:
+    found = sequences([group([1.0, 0.0])], LAYOUT, lambda rewards: rewards - rewards.mean())
+    assert found[0].loss_mask.tolist() == [0, 0, 1, 1]
+    assert found[0].columns["advantages"].tolist() == [0, 0, 0.5, 0.5]
+    assert found[1].columns["advantages"].tolist() == [0, 0, -0.5, -0.5]
+    np.testing.assert_allclose(found[0].columns["engine_logprobs"], [0, 0, -0.5, -0.25])
+
+
+def test_a_trace_of_other_tokens_is_never_trained_on() -> None:
+    broken = group([1.0, 0.0])
+    broken.samples[1].response_tokens = [9, 9]
+    with pytest.raises(TraceError, match="last token|other tokens"):
+        broken.samples[1].prompt_tokens = [1, 5, 7]
+        sequences([broken], LAYOUT, lambda rewards: rewards)
+
+
+def test_add_column() -> None:
+    micro = pack([sequence(4, 1)], tokens_per_microbatch=8, dp=1, layout=LAYOUT)[0]
+    assert add_column(micro, "old", [np.ones(3, np.float32)])[0].columns["old"].tolist() == [1, 1, 1]
