@@ -75,7 +75,16 @@ CPU = [
 
 GPU = ["sglang==0.5.23", "transformer-engine[pytorch]>=2.8"]
 
-DEV = ["pytest>=8.4", "pytest-xdist>=3.8", "pytest-timeout>=2.4", "hypothesis>=6.130", "ruff>=0.14", "import-linter>=2.5", "setuptools>=77", "wheel"]
+DEV = [
+    "pytest>=8.4",
+    "pytest-xdist>=3.8",
+    "pytest-timeout>=2.4",
+    "hypothesis>=6.130",
+    "ruff>=0.14",
+    "import-linter>=2.5",
+    "setuptools>=77",
+    "wheel",
+]
 
 SINKS = ["tensorboard>=2.19", "wandb>=0.21", "trackio>=0.4"]
 

@@ -36,6 +36,8 @@ find_python() {
 
 kind_of_machine() { if compgen -G '/dev/nvidia[0-9]*' >/dev/null; then echo gpu; else echo cpu; fi; }
 
+installed() { find "$env"/lib/*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null | wc -l; }
+
 # Runs a command with its output in the set-up's log, and says every 10 s how far it is.
 logged() {
     local what=$1 pid status=0 beat=0
@@ -47,7 +49,7 @@ logged() {
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1
         if (( ++beat % 10 == 0 )); then
-            say "  $(grep -cE '^Collecting ' "$log" || true) packages fetched; $(tail -n 1 "$log" | tr -d '\r' | cut -c 1-110)"
+            say "  $(grep -cE '^(Collecting|Processing) ' "$log" || true) packages looked up, $(installed) in place"
         fi
     done
     wait "$pid" || status=$?
@@ -82,12 +84,13 @@ make_env() {
 
 install_gpu() {
     publish_entry_points "$env/bin/python"
-    local wanted=$env/gpu.txt
+    local wanted=$env/gpu.txt held=$env/constraints.txt
+    grep -vE '^(cuda|nvidia)-' "$lock" >"$held"  # SGLang and torch agree on the CUDA libraries between themselves
     awk '/^\[/ {on = ($0 == "[gpu]"); next} on && NF' "$root/moerl.egg-info/requires.txt" >"$wanted"
-    logged "installing SGLang with its CUDA kernels" "${pip[@]}" -c "$lock" "$(grep '^sglang' "$wanted")" \
+    logged "installing SGLang with its CUDA kernels" "${pip[@]}" -c "$held" "$(grep '^sglang' "$wanted")" \
         || { tail -n 15 "$log" >&2; fail "pip failed; the whole log is $log. Run the set-up again to retry"; }
     # Transformer Engine compiles against CUDA; without it moerl still runs, on Megatron's local layers, and `moerl doctor` says so.
-    logged "building Transformer Engine (10 minutes or more)" "${pip[@]}" -c "$lock" --no-build-isolation "$(grep '^transformer' "$wanted")" \
+    logged "building Transformer Engine (10 minutes or more)" "${pip[@]}" -c "$held" --no-build-isolation "$(grep '^transformer' "$wanted")" \
         || say "warning: Transformer Engine did not install (see $log); moerl doctor tells what that costs and how to retry"
 }
 

@@ -4,46 +4,30 @@
         *.distcp, common.pt, metadata.json      model, optimizer, RNG
         state.json                              step, weight version, data position, the settings that matter
 
-A folder named `step-*` is complete by construction. Resuming reads the newest one and refuses when there is none or when a
-setting changed that would make the continued run another run.
+A folder named `step-*` is complete by construction. Whether a config may continue it is `progress.find`'s to say.
 """
 
 import json
 import logging
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from moerl.config.schema import Config
-from moerl.errors import CheckpointError
 from moerl.models import ModelSpec
+from moerl.train.progress import Progress, available, rank_layout, settings_that_matter
 
 log = logging.getLogger(__name__)
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-# Settings that may differ between the saved run and the resumed one: where and how fast it runs, not what it computes.
-_FREE_SECTIONS = ("run", "engine", "sync", "checkpoint", "diagnostics", "observe", "require", "parallel", "sglang")
-_FREE_SETTINGS = {"train.threads", "train.device", "train.tokens_per_microbatch", "model.path", "rollout.save"}
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands after `step` completed steps."""
-
-    step: int
-    version: int
-    position: int
-    """Prompts taken from the training set so far."""
-
 
 def save(folder: Path, progress: Progress, model: list[torch.nn.Module], optimizer: Any, config: Config, spec: ModelSpec) -> Path:
     """Write and publish the checkpoint of `progress` under `folder`; collective. Older ones beyond `checkpoint.keep` are removed.
@@ -59,7 +43,7 @@ def save(folder: Path, progress: Progress, model: list[torch.nn.Module], optimiz
     dist.barrier()
     dist_checkpointing.save(_state_dict(model, optimizer, loading=False), writing, validate_access_integrity=True)
     if dist.get_rank() == 0:
-        state = {"progress": asdict(progress), "settings": settings_that_matter(config, spec), "ranks": _rank_layout(config)}
+        state = {"progress": asdict(progress), "settings": settings_that_matter(config, spec), "ranks": rank_layout(config, dist.get_world_size())}
         (writing / "state.json").write_text(json.dumps(state, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         writing.rename(final)
@@ -68,38 +52,6 @@ def save(folder: Path, progress: Progress, model: list[torch.nn.Module], optimiz
     dist.barrier()
     log.info("checkpoint %s", final)
     return final
-
-
-def available(folder: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / "state.json").is_file())
-
-
-def read_state(folder: Path, config: Config, spec: ModelSpec) -> tuple[Path, Progress, bool]:
-    """Find the newest checkpoint and check that `config` continues it.
-
-    Returns:
-        (folder, progress, whether the rank layout is the saved one).
-
-    Raises:
-        CheckpointError: nothing to resume, or settings differ that change what is computed.
-    """
-    found = available(folder)
-    if not found:
-        raise CheckpointError(f"--resume: no checkpoint in {folder}; start without --resume, or set run.dir to the run to continue")
-    state = json.loads((found[-1] / "state.json").read_text())
-    saved, now = state["settings"], settings_that_matter(config, spec)
-    changed = [f"{key}: saved {saved.get(key)!r}, now {now.get(key)!r}" for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
-    if state["ranks"]["ep"] != config.parallel.ep and 1 in (state["ranks"]["ep"], config.parallel.ep):
-        changed.append(
-            f"parallel.ep: saved {state['ranks']['ep']}, now {config.parallel.ep} (optimizer state cannot move between ep = 1 and ep > 1)"
-        )
-    if changed:
-        raise CheckpointError(
-            f"--resume: {found[-1]} was written by a run with other settings; set them back, or start a new run.dir:\n"
-            + "\n".join(f"  - {line}" for line in changed)
-        )
-    return found[-1], Progress(**state["progress"]), state["ranks"] == _rank_layout(config)
 
 
 def load(checkpoint: Path, model: list[torch.nn.Module], optimizer: Any, *, same_layout: bool) -> None:
@@ -120,22 +72,6 @@ def load(checkpoint: Path, model: list[torch.nn.Module], optimizer: Any, *, same
     if same_layout:
         torch.set_rng_state(state["rng"]["cpu"])
         tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
-
-
-def settings_that_matter(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    """Flat `section.key -> value` of everything that changes what a run computes, JSON-ready."""
-    # with a decaying learning rate the number of steps shapes every step; otherwise a run may simply go on for longer
-    free = _FREE_SETTINGS if config.train.lr_final_ratio != 1.0 else _FREE_SETTINGS | {"train.steps"}
-    flat = {"model": spec.family, "model.layers": spec.layers, "model.experts": spec.experts, "model.hidden_size": spec.hidden_size}
-    for section, values in config.model_dump(mode="json").items():
-        if section not in _FREE_SECTIONS:
-            flat |= {f"{section}.{key}": value for key, value in values.items()}
-    return {key: value for key, value in flat.items() if key not in free}
-
-
-def _rank_layout(config: Config) -> dict[str, int]:
-    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
-    return {**sizes, "world": dist.get_world_size() if dist.is_initialized() else 1}
 
 
 def _state_dict(model: list[torch.nn.Module], optimizer: Any, *, loading: bool, rng: bool = True) -> dict[str, Any]:

@@ -56,18 +56,20 @@ def grpo_loss(
     advantages = columns["advantages"]
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    weight = correction(objective, (old - columns["engine_logprobs"]) * mask).detach()
+    gap = ((old - columns["engine_logprobs"]) * mask).detach()
+    weight = correction(objective, gap)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
     loss = -weight * surrogate - objective.entropy_coef * entropy
     sums: dict[str, Any] = {
         "entropy": entropy.detach(),
         "clip_share": (clipped * advantages < ratio * advantages).float(),
         "correction_weight": weight,
-        "correction_cut_share": (weight != (old - columns["engine_logprobs"]).detach().exp()).float(),
     }
+    if objective.correction != "none":
+        sums["correction_cut_share"] = (weight != gap.exp()).float()
     if "reference_logprobs" in columns:
-        gap = columns["reference_logprobs"] - logprobs
-        kl = torch.expm1(gap) - gap
+        away = columns["reference_logprobs"] - logprobs
+        kl = torch.expm1(away) - away
         loss = loss + objective.kl_coef * kl
         sums["reference_kl"] = kl.detach()
     # masked by selection, not by a product: a non-finite value at padding must not reach the sum

@@ -12,13 +12,16 @@ Invariant: a second `install` for the same device does nothing; switching device
 
 import contextlib
 import functools
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.utils._device
 
 from moerl.errors import ConfigError
 
@@ -30,6 +33,19 @@ _CUDA_TYPES = {
     "torch.HalfTensor": "torch.cuda.HalfTensor",
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
 }
+_NOTICES = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "MimoModelConfig is experimental",
+    r"`torch\.distributed\.\w+` is deprecated",
+)
+_NOTICE_LOGGERS = (
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.tensor_parallel.random",
+    "torch.utils.cpp_extension",
+)
 _installed: list[Device] = []
 
 
@@ -82,6 +98,14 @@ def install(device: Device) -> None:
     _installed.append(device)
 
 
+def quiet() -> None:
+    """Hide notices of Megatron and torch that tell a user of moerl nothing: fallbacks chosen on purpose, renamed collectives."""
+    for message in _NOTICES:
+        warnings.filterwarnings("ignore", message=message)
+    for name in _NOTICE_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 # ---------------------------------------------------------------------------------------------------------------- torch
 
 
@@ -115,6 +139,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _factories() -> None:
+    # `with torch.device(...)` recognises factories by identity, in a set that torch builds once: build it from the originals.
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -24,8 +24,8 @@ def test_the_loss_is_its_definition() -> None:
     total = 0.0
     for i in range(len(new)):
         if mask[i]:
-            ratio = np.exp(new[i] - columns["old_logprobs"][i]).item()
-            weight = min(1.3, np.exp(columns["old_logprobs"][i] - columns["engine_logprobs"][i]).item())
+            ratio = (new[i] - columns["old_logprobs"][i]).exp().item()
+            weight = min(1.3, (columns["old_logprobs"][i] - columns["engine_logprobs"][i]).exp().item())
             a = columns["advantages"][i].item()
             surrogate = min(ratio * a, min(max(ratio, 0.8), 1.28) * a)
             gap = (columns["reference_logprobs"][i] - new[i]).item()

@@ -1,0 +1,99 @@
+"""The command line: a command's name -> a module that is imported only then.
+
+`moerl COMMAND ...` passes the rest of the arguments on. Errors that moerl raises on purpose are printed as one message
+without a traceback: status 2 for a wrong config or a wrong command, 1 for any other; Ctrl-C ends with 130.
+"""
+
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from moerl import __version__
+from moerl.errors import ConfigError, MoerlError
+
+
+@dataclass(frozen=True)
+class Command:
+    """Attributes:
+    target: `module:function`, called with the arguments after the command; returns the exit status.
+    about: one line of help.
+    usage: the arguments it takes.
+    """
+
+    target: str
+    about: str
+    usage: str
+
+
+COMMANDS = {
+    "train": Command(
+        "moerl.train.launch:main", "generate with routes, train on the same routes, push the weights back", "@ FILE [SETTINGS]"
+    ),
+    "rollout": Command("moerl.train.launch:rollout_main", "generate and record only, with the engines alone", "@ FILE [SETTINGS]"),
+    "config": Command("moerl.config.command:main", "show the effective settings as TOML, or check them", "show|check @ FILE [SETTINGS]"),
+    "doctor": Command("moerl.doctor:main", "what is installed, what is missing, why, and the command that fixes it", "[--json]"),
+}
+
+OPTIONS = """\
+settings:
+  @ FILE                  a TOML file; several are laid over one another, left to right
+  --SECTION.KEY VALUE     one setting, as in --train.steps 3; `moerl config show @ FILE` lists them all
+
+options of train and rollout:
+  --dry-run               check everything, start nothing
+  --resume                train: continue from the last checkpoint in run.dir
+  --overwrite             replace the run in run.dir
+  --rollouts DIR          train: no engine; train on the rollouts recorded in DIR
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"moerl {__version__}")
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        return _complain(f"moerl has no command {name!r}; {hint}", 2)
+    if any(word in ("-h", "--help") for word in rest):
+        print(f"moerl {name} {COMMANDS[name].usage}\n\n{COMMANDS[name].about}\n\n{OPTIONS}", end="")
+        return 0
+    try:
+        return _target(COMMANDS[name])(rest)
+    except ConfigError as error:
+        return _complain(str(error), 2)
+    except MoerlError as error:
+        return _complain(str(error), 1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def usage() -> str:
+    """The help text."""
+    left = [f"  moerl {name} {command.usage}" for name, command in COMMANDS.items()]
+    width = max(map(len, left)) + 2
+    lines = [f"{entry:<{width}}{command.about}" for entry, command in zip(left, COMMANDS.values(), strict=True)]
+    return "\n".join(("moerl: RL post-training of mixture-of-experts models", "", *lines, "", OPTIONS.rstrip()))
+
+
+def _target(command: Command) -> Callable[[list[str]], int]:
+    module, function = command.target.split(":")
+    return getattr(import_module(module), function)
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,234 @@
+"""Rules between settings. Each says which settings it reads, what must hold, and what to change.
+
+A rule is a function from a `Check` to problems; all of them run, and a problem that reads a setting whose own value is
+already wrong is dropped, since the rule then judged a default.
+"""
+
+import difflib
+import re
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from moerl.config.schema import Config
+
+if TYPE_CHECKING:
+    from moerl.models import ModelSpec
+
+REWARDS = ("math_verify", "exact_integer")
+"""Rewards that have a short name; any other is `package.module:function`."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a rule sees.
+
+    Attributes:
+        given: dotted path -> index of the last source that set it; absent where the default counts.
+        world: trainer ranks.
+    """
+
+    config: Config
+    given: dict[str, int]
+    world: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attributes:
+    reads: dotted paths of the settings that the rule compared.
+    """
+
+    reads: tuple[str, ...]
+    text: str
+
+
+def rule_problems(config: Config, given: dict[str, int], wrong: set[str], world: int | None = None) -> list[str]:
+    """All cross-field violations as sentences.
+
+    Args:
+        given: dotted path -> index of the source that set it last.
+        wrong: dotted paths whose own value is invalid.
+        world: number of trainer ranks; `parallel.nproc_per_node` where None.
+    """
+    check = Check(config, given, world or config.parallel.nproc_per_node)
+    return [problem.text for rule in RULES for problem in rule(check) if wrong.isdisjoint(problem.reads)]
+
+
+def model_problems(config: Config, spec: "ModelSpec") -> list[str]:
+    """Settings that do not fit the model: sizes that must divide its layers, heads and experts."""
+    parallel, hf = config.parallel, spec.hf_config
+    problems = []
+    stages = parallel.pp * parallel.vpp
+    uneven = ("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    if spec.layers % stages and not any(config.megatron.get(name) for name in uneven):
+        problems.append(
+            f"parallel: the model's {spec.layers} layers cannot be split evenly over pp {parallel.pp} x vpp {parallel.vpp} = {stages} "
+            "stages; choose sizes that divide them, or say how in megatron.pipeline_model_parallel_layout"
+        )
+    if spec.experts % parallel.ep:
+        problems.append(f"parallel.ep: the model's {spec.experts} experts cannot be split over {parallel.ep} ranks; choose a divisor")
+    heads = hf["num_attention_heads"]
+    for name, size in (("parallel.tp", parallel.tp), ("engine.tp", config.engine.tp)):
+        if heads % size:
+            problems.append(f"{name}: the model's {heads} attention heads cannot be split over {size} ranks; choose a divisor")
+    return problems
+
+
+def parallel_sizes(check: Check) -> Iterator[Problem]:
+    sizes = check.config.parallel
+    for names in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
+        values = [getattr(sizes, name) for name in names]
+        if check.world % prod(values):
+            factors = " x ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+            yield Problem(
+                ("parallel.nproc_per_node", *(f"parallel.{name}" for name in names)),
+                f"parallel: {check.world} trainer ranks cannot be split into groups of {factors} = {prod(values)}; "
+                "the number of ranks must be a multiple of that product (set parallel.nproc_per_node, or smaller sizes)",
+            )
+    if sizes.vpp > 1 and sizes.pp == 1:
+        yield Problem(
+            ("parallel.vpp", "parallel.pp"), f"parallel.vpp {sizes.vpp} needs pipeline stages: set parallel.pp above 1, or vpp to 1"
+        )
+
+
+def sampling(check: Check) -> Iterator[Problem]:
+    rollout, task = check.config.rollout, check.config.task
+    if rollout.group_size < 2:
+        yield Problem(
+            ("rollout.group_size",),
+            f"rollout.group_size {rollout.group_size}: advantages are normalised over a prompt's group, so it needs at least 2 completions",
+        )
+    if rollout.prompts_per_step > task.prompts:
+        yield Problem(
+            ("rollout.prompts_per_step", "task.prompts"),
+            f"rollout.prompts_per_step {rollout.prompts_per_step} is more than the {task.prompts} prompts there are (task.prompts)",
+        )
+
+
+def token_budgets(check: Check) -> Iterator[Problem]:
+    config = check.config
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    reads = ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
+    rollout = config.rollout
+    sentence = f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens} = {longest} tokens"
+    if config.engine.max_total_tokens < longest:
+        yield Problem(
+            (*reads, "engine.max_total_tokens"),
+            f"engine.max_total_tokens {config.engine.max_total_tokens} cannot hold one sequence: {sentence}",
+        )
+    if config.train.tokens_per_microbatch < longest:
+        yield Problem(
+            (*reads, "train.tokens_per_microbatch"),
+            f"train.tokens_per_microbatch {config.train.tokens_per_microbatch} cannot hold one sequence: {sentence}",
+        )
+
+
+def task(check: Check) -> Iterator[Problem]:
+    task = check.config.task
+    if task.kind == "jsonl" and not task.path:
+        yield Problem(
+            ("task.kind", "task.path"), 'task.path is required with task.kind = "jsonl": the file with one {"prompt", "answer"} per line'
+        )
+    fields = [name for _, name, _, _ in _template_fields(task.prompt_template) if name is not None]
+    if fields != ["prompt"]:
+        yield Problem(
+            ("task.prompt_template",),
+            f"task.prompt_template must hold {{prompt}} once and no other field (write literal braces twice), got {task.prompt_template!r}",
+        )
+    try:
+        re.compile(task.strip_question)
+    except re.error as error:
+        yield Problem(("task.strip_question",), f"task.strip_question is not a regular expression: {error}; got {task.strip_question!r}")
+    if task.reward not in REWARDS and not re.fullmatch(r"[\w.]+:\w+", task.reward):
+        near = difflib.get_close_matches(task.reward, REWARDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        yield Problem(("task.reward",), f"task.reward: expected {', '.join(REWARDS)} or package.module:function, got {task.reward!r}{hint}")
+
+
+def correction(check: Check) -> Iterator[Problem]:
+    objective = check.config.objective
+    low, high = objective.icepop_low, objective.icepop_high
+    if objective.correction == "icepop" and not low < 1 < high:
+        yield Problem(
+            ("objective.correction", "objective.icepop_low", "objective.icepop_high"),
+            f"objective.icepop_low {low} and icepop_high {high} must lie below and above 1, the ratio of two equal policies",
+        )
+    if objective.correction == "tis" and objective.tis_cap < 1:
+        yield Problem(
+            ("objective.correction", "objective.tis_cap"),
+            f"objective.tis_cap {objective.tis_cap} would cut even equal policies, whose weight is 1; expected at least 1",
+        )
+
+
+def evaluation(check: Check) -> Iterator[Problem]:
+    config = check.config
+    heldout, evaluate = config.task.heldout_prompts, config.diagnostics.evaluate
+    if config.require.min_heldout_gain is not None and not (evaluate and heldout):
+        yield Problem(
+            ("require.min_heldout_gain", "task.heldout_prompts", "diagnostics.evaluate"),
+            "require.min_heldout_gain needs an evaluation: set diagnostics.evaluate = true and task.heldout_prompts above 0",
+        )
+    elif evaluate and not heldout:
+        yield Problem(
+            ("task.heldout_prompts", "diagnostics.evaluate"),
+            "task.heldout_prompts 0 leaves nothing to evaluate: set it above 0, or diagnostics.evaluate = false",
+        )
+
+
+def replay(check: Check) -> Iterator[Problem]:
+    """Native options that would make Megatron ignore the recorded routes, in whole or for some tokens."""
+    options = check.config.megatron
+    against = {
+        "moe_router_fusion": (bool, "the fused router returns before routes are replayed"),
+        "moe_expert_capacity_factor": (lambda value: value is not None, "a capacity drops experts after they were replayed"),
+        "moe_router_load_balancing_type": (lambda value: "sinkhorn" in value, "sinkhorn routing is not replayed"),
+        "mtp_num_layers": (bool, "the engine records no routes for multi-token-prediction layers"),
+    }
+    for name, (applies, why) in against.items():
+        if check.config.train.replay and name in options and applies(options[name]):
+            yield Problem((f"megatron.{name}", "train.replay"), f"megatron.{name} cannot be used with train.replay: {why}; leave it out")
+
+
+SILENT = (
+    ("objective.tis_cap", "objective.correction", lambda config: config.objective.correction == "tis"),
+    ("objective.icepop_low", "objective.correction", lambda config: config.objective.correction == "icepop"),
+    ("objective.icepop_high", "objective.correction", lambda config: config.objective.correction == "icepop"),
+    ("task.path", "task.kind", lambda config: config.task.kind == "jsonl"),
+    ("task.name", "task.kind", lambda config: config.task.kind == "reasoning_gym"),
+    ("diagnostics.evaluate_every_steps", "diagnostics.evaluate", lambda config: config.diagnostics.evaluate),
+)
+"""(setting, the setting that decides whether it counts, whether it does)."""
+
+
+def silent_settings(check: Check) -> Iterator[Problem]:
+    """Settings that were given but do nothing. One that a later source switched off (an ablation of a file) is fine."""
+    by_default = -1
+    for path, switch, counts in SILENT:
+        decided = check.given.get(switch, by_default)
+        if path in check.given and not counts(check.config) and check.given[path] >= decided:
+            section, _, key = switch.partition(".")
+            value = getattr(getattr(check.config, section), key)
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            yield Problem((path, switch), f"{path} has no effect with {switch} = {shown}; change one of them, or leave {path} out")
+
+
+def _template_fields(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
+    try:
+        return list(string.Formatter().parse(template))
+    except ValueError:
+        return []
+
+
+RULES: tuple[Callable[[Check], Iterator[Problem]], ...] = (
+    parallel_sizes,
+    sampling,
+    token_budgets,
+    task,
+    correction,
+    evaluation,
+    replay,
+    silent_settings,
+)

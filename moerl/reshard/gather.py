@@ -1,0 +1,260 @@
+"""From every rank's shards to whole HF tensors on trainer rank 0, one bucket at a time.
+
+    Shard (all ranks) --plan_gather--> who owns which slice --gather_bucket--> flat uint8 buffer of the bucket (rank 0)
+
+All functions here are collective over the trainer's default process group (none is needed for a single process) and work
+with gloo and NCCL: buffers live on the group's device.
+
+Invariants: the plan is computed from the same metadata on every rank, so a missing, surplus or misshapen weight raises the
+same error everywhere; replicas are sent once, by their lowest rank; slices are cast before they travel; no rank holds more
+than one bucket and its parts besides the live parameters.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from moerl.errors import ReshardError
+from moerl.models import Entry, ModelSpec
+from moerl.models.shard import Shard
+from moerl.reshard.bucket import Bucket, cut, weights, wire_dtype
+from moerl.reshard.deadline import Deadline
+
+_ALIGN = 16
+
+Signature = tuple[str, int, int, tuple[int, ...]]
+"""Megatron name, index, parts, shape of one shard."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rank that sends one slice of a weight, and the slice's shape there."""
+
+    rank: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """Megatron name -> the sources of its slices, in order of their index."""
+
+    sources: Mapping[str, tuple[Source, ...]]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One slice inside the buffer that a rank sends for a bucket."""
+
+    entry: Entry
+    index: int
+    parts: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank in the default group and the group's size; (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def group_device() -> torch.device:
+    """Where tensors of the default group's collectives must live."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def signatures(shards: Sequence[Shard]) -> list[Signature]:
+    """What other ranks must know of `shards`."""
+    return [(shard.entry.megatron, shard.index, shard.parts, tuple(shard.tensor.shape)) for shard in shards]
+
+
+def plan_gather(shards: Sequence[Shard], spec: ModelSpec) -> GatherPlan:
+    """Exchange the shards' metadata and choose who sends what. Collective.
+
+    Raises:
+        ReshardError: on every rank, naming every weight that is missing, unknown, incomplete or of another shape.
+    """
+    _, world = rank_and_world()
+    mine = signatures(shards)
+    everyone = [mine] * world
+    if world > 1:
+        everyone = [None] * world
+        dist.all_gather_object(everyone, mine)
+    sources, problems = _choose(everyone, spec)
+    if problems:
+        raise ReshardError(
+            f"the trainer's shards do not make up the model ({len(problems)} weights are wrong); expected one complete set of slices of each "
+            "weight:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
+    return GatherPlan(sources)
+
+
+def _choose(everyone: list[list[Signature]], spec: ModelSpec) -> tuple[dict[str, tuple[Source, ...]], list[str]]:
+    found: dict[str, dict[tuple[int, int], Source]] = {}
+    for rank, held in enumerate(everyone):
+        for name, index, parts, shape in held:
+            found.setdefault(name, {}).setdefault((index, parts), Source(rank, shape))
+    known = {entry.megatron for entry in spec.entries()}
+    problems = [f"{name}: surplus, this model has no such weight" for name in found if name not in known]
+    sources = {}
+    for entry in weights(spec):
+        slices = found.get(entry.megatron, {})
+        if problem := _slice_problem(entry, slices):
+            problems.append(f"{entry.megatron}: {problem}")
+        sources[entry.megatron] = tuple(slices[key] for key in sorted(slices))
+    return sources, problems
+
+
+def _slice_problem(entry: Entry, slices: Mapping[tuple[int, int], Source]) -> str | None:
+    """Why `slices` are not one whole weight; None if they are."""
+    if not slices:
+        return "missing, no rank holds a slice of it"
+    counts = {parts for _, parts in slices}
+    if len(counts) > 1:
+        return f"ranks disagree on how often it is cut: {sorted(counts)} parts"
+    (parts,) = counts
+    indices = sorted(index for index, _ in slices)
+    if indices != list(range(parts)):
+        return f"slices {indices} of {parts} are there, expected 0..{parts - 1}"
+    axis = entry.param.tp_axis
+    if axis is None:
+        if parts > 1:
+            return f"cut into {parts} slices, but it has no axis to cut along"
+        axis = 0
+    shapes = {source.shape for source in slices.values()}
+    if len(shapes) > 1 or not _fits(entry, next(iter(shapes)), parts, axis):
+        wanted = list(entry.param.shape)
+        wanted[0] *= len(entry.hf)
+        return f"{parts} slices of shapes {sorted(shapes)} along axis {axis} do not make up {tuple(wanted)}"
+    return None
+
+
+def _fits(entry: Entry, shape: tuple[int, ...], parts: int, axis: int) -> bool:
+    whole = list(shape)
+    if len(shape) != len(entry.param.shape) or whole[0] % len(entry.hf):
+        return False
+    whole[0] //= len(entry.hf)
+    whole[axis] *= parts
+    if is_vocabulary(entry):
+        # Megatron pads the vocabulary to a multiple that its tensor parallelism can cut.
+        return whole[0] >= entry.param.shape[0] and tuple(whole[1:]) == entry.param.shape[1:]
+    return tuple(whole) == entry.param.shape
+
+
+def is_vocabulary(entry: Entry) -> bool:
+    """Whether it has one row per token: the embedding and the output layer, which both sides pad."""
+    return entry.param.layers == "once" and len(entry.param.shape) == 2
+
+
+def gather_bucket(
+    plan: GatherPlan, bucket: Bucket, shards: Mapping[str, Shard], device: torch.device, deadline: Deadline
+) -> torch.Tensor | None:
+    """Bring one bucket together. Collective; rank 0 gets uint8[bucket.nbytes] on `device`, the others None.
+
+    Args:
+        shards: this rank's shards by Megatron name.
+
+    Raises:
+        WaitTimeout, ReshardError: a peer did not answer in time, or is gone.
+    """
+    rank, _ = rank_and_world()
+    senders = sorted({source.rank for slot in bucket.slots for source in plan.sources[slot.entry.megatron]})
+    if rank != 0:
+        if rank in senders:
+            _wait([dist.isend(_pack(_manifest(plan, bucket, rank), shards, device), 0)], [f"rank {rank} to send to rank 0"], deadline)
+        return None
+    flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+    views: dict[str, list[torch.Tensor]] = {}
+    for slot, view in bucket.views(flat):
+        views.setdefault(slot.entry.megatron, []).append(view)
+    manifests = {sender: _manifest(plan, bucket, sender) for sender in senders}
+    incoming = {
+        sender: torch.empty(_size(manifest), dtype=torch.uint8, device=device) for sender, manifest in manifests.items() if sender != 0
+    }
+    works = [dist.irecv(buffer, sender) for sender, buffer in incoming.items()]
+    for piece in manifests.get(0, ()):
+        _place(piece, shards[piece.entry.megatron].tensor.detach(), views)
+    _wait(works, [f"rank {sender} to send its part of a bucket" for sender in incoming], deadline)
+    for sender, buffer in incoming.items():
+        for piece in manifests[sender]:
+            _place(piece, _inside(piece, buffer), views)
+    return flat
+
+
+def gather_hf(
+    shards: Sequence[Shard], spec: ModelSpec, *, dtype: torch.dtype, bucket_mib: float = 256.0, timeout_s: float = 300.0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole weights under their HF names, in canonical order up to fused groups (see `bucket.units`). Collective.
+
+    Rank 0 yields every tensor, in `dtype` (float32 where the specification says so); other ranks yield nothing but must be
+    iterated as well. A yielded tensor is a view into its bucket's buffer, which lives as long as one of its views.
+
+    Raises:
+        ReshardError: see `plan_gather`.
+    """
+    plan = plan_gather(shards, spec)
+    held = {shard.entry.megatron: shard for shard in shards}
+    for bucket in cut(spec, dtype, bucket_mib):
+        flat = gather_bucket(plan, bucket, held, group_device(), Deadline("gathering weights", timeout_s))
+        if flat is not None:
+            for slot, view in bucket.views(flat):
+                yield slot.name, view
+
+
+def _manifest(plan: GatherPlan, bucket: Bucket, rank: int) -> list[_Piece]:
+    """What `rank` sends for this bucket, in the same order and at the same offsets on both sides."""
+    pieces, offset = [], 0
+    for slot in bucket.slots:
+        if slot.part:
+            continue
+        sources = plan.sources[slot.entry.megatron]
+        for index, source in enumerate(sources):
+            if source.rank == rank:
+                pieces.append(_Piece(slot.entry, index, len(sources), source.shape, slot.dtype, offset))
+                offset += -(-prod(source.shape) * slot.dtype.itemsize // _ALIGN) * _ALIGN
+    return pieces
+
+
+def _size(manifest: list[_Piece]) -> int:
+    last = manifest[-1]
+    return last.offset + prod(last.shape) * last.dtype.itemsize
+
+
+def _inside(piece: _Piece, buffer: torch.Tensor) -> torch.Tensor:
+    """The piece's slot in a packed buffer, as a tensor of the piece's dtype and shape."""
+    return buffer[piece.offset : piece.offset + prod(piece.shape) * piece.dtype.itemsize].view(piece.dtype).view(piece.shape)
+
+
+def _pack(manifest: list[_Piece], shards: Mapping[str, Shard], device: torch.device) -> torch.Tensor:
+    buffer = torch.empty(_size(manifest), dtype=torch.uint8, device=device)
+    for piece in manifest:
+        _inside(piece, buffer).copy_(shards[piece.entry.megatron].tensor.detach())
+    return buffer
+
+
+def _place(piece: _Piece, tensor: torch.Tensor, views: Mapping[str, list[torch.Tensor]]) -> None:
+    """Write one slice into the whole tensors it belongs to: [gate slice; up slice] goes to two of them."""
+    axis = piece.entry.param.tp_axis or 0
+    targets = views[piece.entry.megatron]
+    for target, part in zip(targets, tensor.chunk(len(targets), dim=0), strict=True):
+        start = piece.index * part.shape[axis]
+        width = min(part.shape[axis], max(0, target.shape[axis] - start))
+        if width:
+            # Narrower than the slice only where padding of the vocabulary is cut off.
+            target.narrow(axis, start, width).copy_(part.narrow(axis, 0, width))
+
+
+def _wait(works: Sequence[dist.Work], names: Sequence[str], deadline: Deadline) -> None:
+    for work, name in zip(works, names, strict=True):
+        left = deadline.left(name)
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            deadline.left(name)
+            raise ReshardError(f"{deadline.what}: waited for {name}, but the connection failed: {error}") from error

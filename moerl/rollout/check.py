@@ -1,0 +1,155 @@
+"""From an engine's raw reply to a `Sample` that can prove itself, or an error that names the cause.
+
+    reply (JSON) --decode_routes--> ids[row, moe_layer, k] --to_sample--> Sample with a Trace record
+
+This is the only place where the base64 routes are decoded. Invariant (tuple): response token *i* was sampled from row
+`prompt - 1 + i`, so that row carries the token's weight version; the prompt's rows carry the first token's.
+"""
+
+import base64
+import binascii
+import math
+from typing import Any
+
+import numpy as np
+
+from moerl.errors import RolloutError
+from moerl.rollout.sample import Prompt, Sample
+from moerl.routing.trace import Layout, Trace, VersionRun, describe, hash_tokens, route_problem
+
+
+def to_sample(
+    reply: dict[str, Any],
+    prompt: Prompt,
+    index: int,
+    layout: Layout,
+    *,
+    layers: int,
+    routes: bool,
+    version: int | None = None,
+    engine: int = 0,
+) -> Sample:
+    """Check one reply of `/generate` and convert it.
+
+    Args:
+        reply: with `return_logprob`, and `return_routed_experts` if `routes`.
+        index: number of the sample within its group.
+        layers: decoder layers of the model, dense ones included.
+        version: the weight version that the engine was promised to serve; None accepts any.
+
+    Raises:
+        RolloutError: tokens, logprobs, routes and versions do not fit together.
+    """
+    try:
+        meta = reply["meta_info"]
+        tokens, pairs, finish = reply["output_ids"], meta["output_token_logprobs"], meta["finish_reason"]["type"]
+        prompt_size, text, spans = meta["prompt_tokens"], reply["text"], meta["weight_versions"]
+    except (KeyError, TypeError) as error:
+        raise RolloutError(
+            f"the engine's reply to prompt {prompt.id} lacks {error}; expected text, output_ids and meta_info with prompt_tokens, "
+            "output_token_logprobs, finish_reason and weight_versions (SGLang >= 0.5.23, tokenizer not skipped)"
+        ) from error
+    name = f"sample {index} of prompt {prompt.id}"
+    if prompt_size != len(prompt.tokens):
+        raise RolloutError(f"{name}: the engine saw {prompt_size} prompt tokens, {len(prompt.tokens)} were sent")
+    if not tokens:
+        raise RolloutError(f"{name}: the engine returned no tokens (finish reason {finish}); was the request aborted while it waited?")
+    runs = _versions(spans, len(tokens), name, version)
+    trace = b""
+    if routes:
+        rows = prompt_size + len(tokens) - 1
+        ids = decode_routes(meta, rows=rows, layout=layout, layers=layers, name=name)
+        inputs = np.asarray(prompt.tokens + tokens[:-1], dtype=np.int64)
+        trace = Trace(ids, layout, hash_tokens(inputs), row_runs(runs, prompt_size)).check().to_bytes()
+    return Sample(
+        prompt_id=prompt.id,
+        index=index,
+        prompt_tokens=prompt.tokens,
+        response_tokens=tokens,
+        logprobs=_logprobs(pairs, tokens, name),
+        trace=trace,
+        versions=runs,
+        text=text,
+        finish_reason=finish,
+        engine=engine,
+    )
+
+
+def decode_routes(meta: dict[str, Any], *, rows: int, layout: Layout, layers: int, name: str = "reply") -> np.ndarray:
+    """Routes of one reply: uint8|uint16[rows, moe_layer, k], checked.
+
+    Args:
+        meta: the reply's `meta_info`; its `routed_experts` is base64 of little-endian int32[row, layer, k], all layers.
+        rows: expected rows (prompt + response - 1).
+        layers: decoder layers of the model, dense ones included.
+
+    Raises:
+        RolloutError: no routes, undecodable, or other rows than expected; routes of dense layers that are not empty; ids
+            out of range, repeated or missing.
+    """
+    encoded = meta["routed_experts"] if "routed_experts" in meta else None
+    if encoded is None:
+        if meta["finish_reason"]["type"] == "abort":
+            raise RolloutError(f"{name}: aborted while it waited, so the engine has no routes for it; generate it again")
+        raise RolloutError(
+            f"{name}: the engine returned no routes; start it with enable_return_routed_experts (--enable-return-routed-experts) and send "
+            "requests to the engine itself, not through a router that drops the field"
+        )
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, TypeError) as error:
+        raise RolloutError(f"{name}: routed_experts is not base64 ({error})") from error
+    row_bytes = layers * layout.topk * 4
+    if len(raw) != rows * row_bytes:
+        got = f"{len(raw) // row_bytes} rows" if len(raw) % row_bytes == 0 else f"{len(raw)} bytes, no whole number of rows"
+        raise RolloutError(
+            f"{name}: expected {rows} rows of routes (prompt + response - 1) of {layers} layers x top-{layout.topk}, got {got}; "
+            f"is the engine serving another model than the one with {describe(layout)}, or ignoring routed_experts_start_len?"
+        )
+    ids = np.frombuffer(raw, dtype="<i4").reshape(rows, layers, layout.topk)
+    dense = sorted(set(range(layers)) - set(layout.layers))
+    if dense and ids[:, dense].any():
+        layer = dense[int(np.flatnonzero(ids[:, dense].any(axis=(0, 2)))[0])]
+        raise RolloutError(f"{name}: layer {layer} is dense in this model but has routes; is the engine serving another model?")
+    moe = ids[:, list(layout.layers)]
+    if problem := route_problem(moe, layout):
+        raise RolloutError(f"{name}: {problem}")
+    return moe.astype(layout.dtype)
+
+
+def row_runs(versions: list[tuple[int, int, int]], prompt_size: int) -> tuple[VersionRun, ...]:
+    """Version runs over response tokens as runs over the trace's rows: token *i* came from row `prompt_size - 1 + i`."""
+    shift = prompt_size - 1
+    return tuple(VersionRun(version, 0 if start == 0 else start + shift, stop + shift) for version, start, stop in versions)
+
+
+def _versions(spans: Any, tokens: int, name: str, promised: int | None) -> list[tuple[int, int, int]]:
+    """(version, start, stop) runs that cover the response tokens once, in order; equal neighbours are merged."""
+    runs: list[tuple[int, int, int]] = []
+    for span in spans:
+        text, start, stop = str(span["version"]), span["start"], span["end"]
+        if not text.isdecimal():
+            raise RolloutError(
+                f"{name}: the engine names its weights {text!r}, expected a whole number; it was started or updated without a weight version"
+            )
+        if start != (runs[-1][2] if runs else 0) or stop <= start:
+            raise RolloutError(f"{name}: weight versions {spans} do not cover the {tokens} response tokens once, in order")
+        if runs and runs[-1][0] == int(text):
+            runs[-1] = (runs[-1][0], runs[-1][1], stop)
+        else:
+            runs.append((int(text), start, stop))
+    if not runs or runs[-1][2] != tokens:
+        raise RolloutError(f"{name}: weight versions {spans} do not cover the {tokens} response tokens once, in order")
+    if promised is not None and (other := sorted({run[0] for run in runs} - {promised})):
+        raise RolloutError(f"{name}: the engine was to serve weight version {promised}, but sampled with {other}; was an update missed?")
+    return runs
+
+
+def _logprobs(pairs: Any, tokens: list[int], name: str) -> bytes:
+    """Little-endian float32 of `[[logprob, token id, …], …]`, checked against the tokens."""
+    if [pair[1] for pair in pairs] != tokens:
+        raise RolloutError(f"{name}: logprobs are of other tokens than the response ({len(pairs)} logprobs, {len(tokens)} tokens)")
+    for position, pair in enumerate(pairs):
+        if pair[0] is None or not math.isfinite(pair[0]) or pair[0] > 1e-4:
+            raise RolloutError(f"{name}: logprob {pair[0]} of response token {position} is not a finite number <= 0")
+    return np.asarray([pair[0] for pair in pairs], dtype="<f4").tobytes()

@@ -1,0 +1,150 @@
+"""`moerl train` and `moerl rollout` from a plain shell: check everything that needs no process, then start the processes.
+
+    moerl train @ c.toml  --checks-->  torchrun -m moerl.train @ c.toml  (rank 0 starts a local Ray, engines and rewards)
+
+Nothing is started when a check fails. Ctrl-C reaches this process alone; it passes a SIGTERM on and waits for an orderly end.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.config.load import load_config
+from moerl.config.schema import Config
+from moerl.errors import ConfigError
+from moerl.models import ModelSpec, read_spec
+from moerl.train import progress
+
+_STOP_GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says beside the config."""
+
+    dry_run: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    rollouts: Path | None = None
+
+
+def split_options(argv: list[str]) -> tuple[Options, list[str]]:
+    """Separate `--dry-run`, `--resume`, `--overwrite` and `--rollouts DIR` from the settings."""
+    flags, rest, rollouts = set(), [], None
+    words = iter(argv)
+    for word in words:
+        name, _, value = word.partition("=")
+        if word in ("--dry-run", "--resume", "--overwrite"):
+            flags.add(word)
+        elif name == "--rollouts":
+            value = value or next(words, "")
+            if not value:
+                raise ConfigError("--rollouts needs the folder of a run, or of its rollouts/")
+            rollouts = Path(value)
+        else:
+            rest.append(word)
+    return Options("--dry-run" in flags, "--resume" in flags, "--overwrite" in flags, rollouts), rest
+
+
+def prepare(argv: list[str], world: int | None = None) -> tuple[Config, ModelSpec, Options]:
+    """Load the config and check all that needs no process.
+
+    Args:
+        world: number of trainer ranks; `parallel.nproc_per_node` where None.
+
+    Raises:
+        ConfigError, ModelError, CheckpointError: with every violation found.
+    """
+    options, rest = split_options(argv)
+    config = load_config(rest)
+    spec = read_spec(config.model.path)
+    run_dir = Path(config.run.dir)
+    if options.resume:
+        progress.find(run_dir / "checkpoints", config, spec, world or config.parallel.nproc_per_node)
+    elif (run_dir / "metrics.jsonl").exists() and not options.overwrite:
+        raise ConfigError(f"run.dir {run_dir} already holds a run: continue it with --resume, replace it with --overwrite, or choose another")
+    if options.rollouts is not None:
+        rollout_folder(options.rollouts)
+    return config, spec, options
+
+
+def rollout_folder(path: Path) -> Path:
+    """The folder with recorded steps: `path` itself or its `rollouts/`."""
+    for folder in (path / "rollouts", path):
+        if any(folder.glob("step-*.rollout")):
+            return folder
+    raise ConfigError(f"--rollouts {path}: no step-*.rollout in it or in its rollouts/; give the folder of a run that had rollout.save = true")
+
+
+def main(argv: list[str]) -> int:
+    """`moerl train`: returns the exit status of the run."""
+    config, spec, options = prepare(argv)
+    if options.dry_run:
+        print(describe(config, spec))
+        return 0
+    return _torchrun(config, argv)
+
+
+def rollout_main(argv: list[str]) -> int:
+    """`moerl rollout`: generate and record only, with the engines alone."""
+    config, spec, options = prepare(argv)
+    if options.dry_run:
+        print(describe(config, spec))
+        return 0
+    from moerl.train.record import record
+
+    record(config, spec, options)
+    return 0
+
+
+def describe(config: Config, spec: ModelSpec) -> str:
+    """What a run would do, in a few lines."""
+    sizes = " ".join(f"{name}{getattr(config.parallel, name)}" for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+    samples = config.rollout.prompts_per_step * config.rollout.group_size
+    return "\n".join(
+        (
+            f"model    {config.model.path}: {spec.family}, {spec.layers} layers ({len(spec.moe_layers)} MoE), "
+            f"{spec.experts} experts, top-{spec.topk}",
+            f"trainer  {config.parallel.nproc_per_node} ranks ({sizes}), {config.train.dtype}, replay {'on' if config.train.replay else 'off'}",
+            f"engines  {config.engine.count} x tp{config.engine.tp}, {config.engine.dtype}",
+            f"run      {config.train.steps} steps of {samples} samples into {config.run.dir}",
+            "nothing was started (--dry-run)",
+        )
+    )
+
+
+def _torchrun(config: Config, argv: list[str]) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = ["torch.distributed.run", f"--nproc-per-node={config.parallel.nproc_per_node}", "--rdzv-backend=static"]
+    launcher += ["--master-addr=127.0.0.1", f"--master-port={port}", "-m", "moerl.train"]
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join((root, os.environ["PYTHONPATH"])) if "PYTHONPATH" in os.environ else root
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(config.train.threads)}
+    return _supervise(subprocess.Popen([sys.executable, "-m", *launcher, *argv], env=env, start_new_session=True))
+
+
+def _supervise(child: subprocess.Popen) -> int:
+    """Wait for torchrun. A signal asks it to stop; if it has not after the grace period, its process group is killed."""
+    asked_at: list[float] = []
+
+    def ask(*_: object) -> None:
+        asked_at.append(time.monotonic())
+        child.terminate()
+
+    previous = {name: signal.signal(name, ask) for name in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while child.poll() is None:
+            if asked_at and time.monotonic() - asked_at[0] > _STOP_GRACE_S:
+                os.killpg(child.pid, signal.SIGKILL)
+            time.sleep(0.1)
+        return 130 if asked_at else child.returncode
+    finally:
+        for name, handler in previous.items():
+            signal.signal(name, handler)

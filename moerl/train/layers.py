@@ -1,0 +1,313 @@
+"""Layers for packed multi-latent attention: Transformer Engine's on CUDA, ours where it is missing (the CPU above all).
+
+Our modules take the places that Megatron's layer specification leaves open; nothing is patched. They exist because the stock
+local ones reject packed sequences, context parallelism and MLA's head sizes (core attention), reject sequence parallelism
+(norms), or lose gradients of the rotary keys under tensor parallelism (the key-value down-projection).
+
+    cu_seqlens --pack--> Packing (once per microbatch) --> PackedMLA --> PackedAttention, in every layer
+
+A packed row order is what everything here agrees on. Under context parallelism each padded sequence is cut into 2 * cp equal
+pieces and rank r holds pieces r and 2 * cp - 1 - r, so that causal work is balanced.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from moerl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sequences of similar length, attended as one padded batch.
+
+    Attributes:
+        queries: int64[b, lq] local rows; padding repeats a sequence's last row.
+        keys: int64[b, lk] rows of the gathered keys; without context parallelism the same as `queries`.
+        mask: bool[b, 1, lq, lk] or None for plain causal (padding keys come after every real query).
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Megatron's packed-sequence parameters with what our layers need, computed once per microbatch.
+
+    Attributes:
+        microbatch: its number within the step; how replayed routes find their microbatch.
+        local_rows: int64[n_local] rows of the whole microbatch that this context-parallel rank holds, in order.
+        local_positions: int64[n_local] position of each within its sequence.
+        blocks: attention work.
+        scatter: int64[n_local] row of the concatenated block outputs for each local row.
+        rotary: (cos, sin), each [n_local, 1, dim / 2]; filled by the first layer.
+    """
+
+    microbatch: int = 0
+    local_rows: torch.Tensor | None = None
+    local_positions: torch.Tensor | None = None
+    blocks: tuple[Block, ...] = ()
+    scatter: torch.Tensor | None = None
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+
+def zigzag_rows(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
+    """Rows int64[n / size] of the packed microbatch held by context-parallel `rank`.
+
+    Args:
+        cu_seqlens: int[s + 1]; every length is divisible by 2 * size (by nothing if size is 1).
+    """
+    if size == 1:
+        return np.arange(int(cu_seqlens[-1]))
+    pieces = []
+    for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        piece = (stop - start) // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            pieces.append(np.arange(start + number * piece, start + (number + 1) * piece))
+    return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
+
+
+def pack(cu_seqlens: np.ndarray, *, rank: int, size: int, microbatch: int, device: torch.device) -> Packing:
+    """Everything attention needs to know about one packed microbatch.
+
+    Args:
+        cu_seqlens: int[s + 1] boundaries of the padded sequences of the whole microbatch.
+        rank, size: context-parallel position.
+    """
+    cu = cu_seqlens.astype(np.int64)
+    lengths = np.diff(cu)
+    if (lengths <= 0).any():
+        raise ValueError(f"packed sequences must have at least one row each, got lengths {lengths[:8].tolist()}")
+    rows = [zigzag_rows(cu, other, size) for other in range(size)]
+    mine = rows[rank]
+    positions = mine - np.repeat(cu[:-1], lengths // size)
+    gathered = np.empty(int(cu[-1]), np.int64)
+    gathered[np.concatenate(rows)] = np.arange(int(cu[-1]))
+    blocks, scatter = _blocks(cu, lengths, size, positions, gathered)
+    boundaries = torch.as_tensor(cu_seqlens.astype(np.int32)).to(device)
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(array).to(device)
+
+    longest = int(lengths.max()) if len(lengths) else 0
+    return Packing(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        microbatch=microbatch,
+        local_rows=put(mine),
+        local_positions=put(positions),
+        blocks=tuple(Block(put(q), put(k), None if m is None else put(m)) for q, k, m in blocks),
+        scatter=put(scatter),
+    )
+
+
+def _blocks(
+    cu: np.ndarray, lengths: np.ndarray, size: int, positions: np.ndarray, gathered: np.ndarray
+) -> tuple[list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], np.ndarray]:
+    """Group sequences by the power of two above their length, so that padding at most doubles the work.
+
+    Returns:
+        (queries, keys, mask) per block, and the row of the concatenated outputs for each local row.
+    """
+    blocks, scatter, offset = [], np.empty(len(positions), np.int64), 0
+    buckets = np.ceil(np.log2(lengths)).astype(int)
+    for bucket in np.unique(buckets):
+        chosen = np.flatnonzero(buckets == bucket)
+        starts, long = cu[chosen, None], lengths[chosen, None]
+        keys = gathered[starts + np.minimum(np.arange(long.max())[None], long - 1)]
+        width = int(long.max()) // size
+        slot = np.arange(width)[None]
+        queries = starts // size + np.minimum(slot, long // size - 1)
+        mask = None
+        if size > 1:
+            mask = (positions[queries][:, :, None] >= np.arange(keys.shape[1])[None, None])[:, None]
+        real = slot < long // size
+        scatter[queries[real]] = offset + np.flatnonzero(real.reshape(-1))
+        offset += queries.size
+        blocks.append((queries, keys, mask))
+    return blocks, scatter
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal softmax attention within each packed sequence; keys and values are gathered over the context-parallel group."""
+
+    def __init__(self, config: MLATransformerConfig, *, softmax_scale: float, pg_collection: Any, **_: Any):
+        super().__init__()
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: Packing,
+        attn_mask_type: Any = None,
+    ) -> torch.Tensor:
+        """[n_local, heads, d] each -> [n_local, heads, d of value]"""
+        if self.cp_group.size() > 1:
+            both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.cp_group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        outputs = [self._attend(query, key, value, block) for block in packed_seq_params.blocks]
+        return torch.cat(outputs).index_select(0, packed_seq_params.scatter)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> torch.Tensor:
+        def batch(rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.index_select(0, rows.view(-1)).view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
+
+        out = F.scaled_dot_product_attention(
+            batch(block.queries, query),
+            batch(block.keys, key),
+            batch(block.keys, value),
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            scale=self.scale,
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight gradient is summed over sequence-parallel ranks."""
+
+    def __init__(self, config: MLATransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class PackedMLA(MLASelfAttention):
+    """Multi-latent attention on packed rows, from Megatron's local linears.
+
+    Differs from the stock module in three ways: rotary embedding is applied to all sequences at once by position; the
+    gathered key-value down-projection is handed on as if its weight were replicated, so that the gradient of the rotary part
+    is summed over tensor-parallel ranks; norms of the compressed queries and keys are what the specification says.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+    def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, keys = super()._qkv_down_projection(hidden_states)
+        if keys.size(-1) != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
+            keys = gather_from_tensor_model_parallel_region(keys, group=self.tp_group)
+            if self.config.sequence_parallel:
+                keys = scatter_to_sequence_parallel_region(keys, group=self.tp_group)
+        return queries, keys
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: Packing | None = None,
+        inference_context: Any = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[n, 1, hidden] -> query, key [n, heads, nope + rope], value [n, heads, v], compressed query and key-value."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        compressed_q, combined = self._qkv_down_projection(hidden_states)
+        compressed_kv, rope_key = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        if config.sequence_parallel:
+            rope_key = gather_from_sequence_parallel_region(rope_key, group=self.tp_group)
+        else:
+            rope_key = copy_to_tensor_model_parallel_region(rope_key, group=self.tp_group)
+        compressed_q, compressed_kv, rope_key = compressed_q.squeeze(1), compressed_kv.squeeze(1), rope_key.squeeze(1)
+
+        if config.q_lora_rank is None:
+            query, _bias = self.linear_q_proj(compressed_q)
+        else:
+            compressed_q = self.q_layernorm(compressed_q)
+            query, _bias = self.linear_q_up_proj(compressed_q)
+        compressed_kv = self.kv_layernorm(compressed_kv)
+        key_value, _bias = self.linear_kv_up_proj(compressed_kv)
+
+        query = query.view(-1, heads, self.q_head_dim)
+        key_value = key_value.view(-1, heads, config.qk_head_dim + config.v_head_dim)
+        plain_query, rope_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        plain_key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
+        cos, sin = self._rotary_tables(packed_seq_params, query.dtype)
+        query = torch.cat([plain_query, _rotate(rope_query, cos, sin)], dim=-1)
+        rope_key = _rotate(rope_key.unsqueeze(1), cos, sin).expand(-1, heads, -1)
+        key = torch.cat([plain_key, rope_key], dim=-1)
+        return query, key, value, compressed_q, compressed_kv
+
+    def _rotary_tables(self, packing: Packing, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        if packing.rotary is None:
+            angles, magnitude = self.rotary_pos_emb(packing.max_seqlen_q, packed_seq=True), 1.0
+            if self.config.rope_type == "yarn":
+                angles, magnitude = angles
+            half = angles.shape[-1] // 2
+            angles = angles[:, :, 0, :half].index_select(0, packing.local_positions)
+            packing.rotary = ((angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype))
+        return packing.rotary
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (x[2i], x[2i + 1]); the result holds all first members, then all second ones."""
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def block_spec(config: MLATransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's layer specification of this pipeline stage, with our modules where Transformer Engine is not used.
+
+    Raises:
+        ConfigError: settings that the chosen layers cannot honour.
+    """
+    engine = config.transformer_impl == "transformer_engine"
+    if engine and config.q_lora_rank is None:
+        raise ConfigError("Transformer Engine layers add a query norm to models without q_lora_rank; set megatron.transformer_impl to 'local'")
+    if not engine and config.recompute_granularity == "selective" and "mla_up_proj" in config.recompute_modules:
+        raise ConfigError("megatron.recompute_modules: 'mla_up_proj' needs Transformer Engine layers; remove it")
+    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)
+    if engine:
+        return stock
+    return replace(stock, layer_specs=[_local_layer(spec, config) for spec in stock.layer_specs], layer_norm=RMSNorm)
+
+
+def has_transformer_engine() -> bool:
+    """Whether Megatron found Transformer Engine (it needs CUDA libraries to import)."""
+    return HAVE_TE
+
+
+def _local_layer(spec: ModuleSpec, config: MLATransformerConfig) -> ModuleSpec:
+    layer, attention = spec.submodules, spec.submodules.self_attention
+    attention = ModuleSpec(
+        module=PackedMLA,
+        params=attention.params,
+        submodules=replace(
+            attention.submodules,
+            core_attention=PackedAttention,
+            q_layernorm=RMSNorm if config.q_lora_rank else IdentityOp,
+            kv_layernorm=RMSNorm,
+        ),
+    )
+    return ModuleSpec(
+        module=spec.module,
+        params=spec.params,
+        submodules=replace(layer, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, self_attention=attention),
+    )

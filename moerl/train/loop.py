@@ -1,0 +1,111 @@
+"""The main loop: sample, score, pack, train with replay, push the weights, log.
+
+    engines --groups--> rank 0 --microbatches--> all ranks: train_step under replay --shards--> engines (next version)
+
+Runs on every trainer rank; rank 0 also drives the engines. A step's groups are sampled by the weights of version `step`,
+and training on them makes version `step + 1`, which every engine holds, verified, before the next step samples.
+"""
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from moerl.config.schema import Config
+from moerl.models import ModelSpec
+from moerl.rollout.sample import Group
+from moerl.train import checkpoint
+from moerl.train.batch import Microbatch, pack, sequences
+from moerl.train.launch import Options
+from moerl.train.objective import group_advantages
+from moerl.train.report import rollout_metrics
+from moerl.train.run import Run, open_run
+from moerl.train.trainer import train_step
+
+
+def train(config: Config, spec: ModelSpec, options: Options) -> None:
+    """Train as `config` says; collective over the ranks that torchrun started."""
+    with open_run(config, spec, options) as run:
+        push(run)
+        evaluate(run, first=True)
+        while run.progress.step < config.train.steps:
+            step = run.progress.step
+            with run.phase("rollout"):
+                groups = sample(run)
+            with run.phase("pack"):
+                micro = share(run, groups)
+            metrics = train_step(run.trainer, micro, step, run.phase)
+            run.progress = replace(
+                run.progress, step=step + 1, version=step + 1, position=run.progress.position + config.rollout.prompts_per_step
+            )
+            with run.phase("sync"):
+                metrics |= push(run)
+            with run.phase("checkpoint"):
+                save(run)
+            run.log(step, {**rollout_metrics(groups or []), **metrics})
+            evaluate(run)
+        run.finish()
+
+
+def sample(run: Run) -> list[Group] | None:
+    """Groups for this step, on rank 0. Engines that died are restarted and brought to the current weights first."""
+    while True:
+        groups = run.source.groups(run.progress) if run.source else None
+        if agreed(groups is not None):
+            return groups
+        push(run)
+
+
+def share(run: Run, groups: list[Group] | None) -> list[Microbatch]:
+    """Pack on rank 0; every rank receives the microbatches of its data-parallel replica, and only those."""
+    trainer, parts = run.trainer, None
+    if groups is not None:
+        items = sequences(groups, trainer.layout, group_advantages(run.config.objective))
+        replicas = pack(
+            items,
+            tokens_per_microbatch=run.config.train.tokens_per_microbatch,
+            dp=trainer.ranks.dp[1],
+            multiple=trainer.ranks.sequence_multiple,
+            rounds=trainer.ranks.microbatch_multiple,
+            layout=trainer.layout,
+        )
+        parts = [replicas[replica] for replica in run.replicas]
+    mine: list[list[Microbatch]] = [[]]
+    dist.scatter_object_list(mine, parts, src=0)
+    return mine[0]
+
+
+def push(run: Run) -> dict[str, object]:
+    """Give every engine the current weights; the metrics say what each engine then serves, and that its checksums agree."""
+    if run.sync is None:
+        return {}
+    report = run.sync.push(run.trainer.shards(), run.progress.version)
+    return {
+        "engine_versions": report.engine_versions,
+        "versions_consistent": set(report.engine_versions) == {run.progress.version} and report.checksums_ok is not False,
+        "weights_checksum": report.checksum,
+        "sync_bytes": report.nbytes,
+        "sync_buckets": report.buckets,
+    }
+
+
+def evaluate(run: Run, *, first: bool = False) -> None:
+    """Held-out accuracy before the run, after it, and every so many steps between."""
+    settings, step = run.config.diagnostics, run.progress.step
+    due = first or step == run.config.train.steps or (settings.evaluate_every_steps and step % settings.evaluate_every_steps == 0)
+    if run.source and settings.evaluate and due:
+        with run.phase("evaluate"):
+            run.log_evaluation(run.source.accuracy(run.progress.version))
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint where one is due."""
+    settings, step = run.config.checkpoint, run.progress.step
+    if (settings.every_steps and step % settings.every_steps == 0) or (settings.at_end and step == run.config.train.steps):
+        checkpoint.save(run.folder / "checkpoints", run.progress, run.trainer.model, run.trainer.optimizer, run.config, run.spec)
+
+
+def agreed(mine: bool) -> bool:
+    """Rank 0's answer, on every rank."""
+    answer = [mine]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]

@@ -1,0 +1,354 @@
+"""Megatron's set-up: process groups, model, optimizer, tear-down. Importing it prepares nothing; `initialise` does.
+
+Megatron itself is imported inside functions only, here and in all modules but `layers`: the platform must be ready first.
+
+    initialise -> Ranks -> build_model -> chunks --(weights.load_hf)--> build_optimizer -> forward.forward_backward
+                                                                                        -> optimizer_step
+
+A model is a list of chunks, one per virtual pipeline stage. A trainable chunk is wrapped in Megatron's data-parallel module
+(gradients in a contiguous float32 buffer, reduced once per step); a reference model is bare and frozen.
+"""
+
+import datetime
+import math
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from moerl.config.schema import Config, Parallel, Train
+from moerl.errors import ConfigError, TrainError
+from moerl.models.spec import ModelSpec
+from moerl.train import platform
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        rank, world: over all processes.
+        tp, pp, cp, dp, ep, etp, edp: (index, size) along each axis; ep, etp, edp are the experts' own.
+        vpp: virtual pipeline stages per process.
+    """
+
+    device: platform.Device
+    rank: int
+    world: int
+    tp: tuple[int, int]
+    pp: tuple[int, int]
+    cp: tuple[int, int]
+    dp: tuple[int, int]
+    ep: tuple[int, int]
+    etp: tuple[int, int]
+    edp: tuple[int, int]
+    vpp: int
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every padded sequence's length is a multiple of this, so that context and sequence parallelism can cut it."""
+        return self.tp[1] * (2 * self.cp[1] if self.cp[1] > 1 else 1)
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of microbatches per data-parallel rank is a multiple of this (interleaved pipeline schedule)."""
+        return self.pp[1] if self.vpp > 1 else 1
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this process holds the language-model head."""
+        return self.pp[0] == self.pp[1] - 1
+
+
+def initialise(parallel: Parallel, train: Train, seed: int) -> Ranks:
+    """Join the process group that torchrun's environment describes (alone without one) and make Megatron's groups.
+
+    Raises:
+        ConfigError: the world size does not factor; the message shows the product.
+    """
+    device = platform.pick_device(train.device)
+    platform.quiet()
+    platform.install(device)
+    world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else 1
+    check_world(parallel, world)
+    _join(device, parallel.timeout_s, world)
+    if device == "cpu":
+        torch.set_num_threads(train.threads)
+
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=parallel.timeout_s / 60,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return _read_ranks(device, parallel.vpp)
+
+
+def check_world(parallel: Parallel, world: int) -> None:
+    """Check that `world` processes can be arranged as asked.
+
+    Raises:
+        ConfigError: with every product that does not fit.
+    """
+    dense, expert = parallel.tp * parallel.pp * parallel.cp, parallel.etp * parallel.ep * parallel.pp
+    wrong = []
+    if world % dense:
+        wrong.append(
+            f"world size {world} is not a multiple of tp * pp * cp = {parallel.tp} * {parallel.pp} * {parallel.cp} = {dense}; "
+            "change [parallel] or the number of processes"
+        )
+    if world % expert:
+        wrong.append(
+            f"world size {world} is not a multiple of etp * ep * pp = {parallel.etp} * {parallel.ep} * {parallel.pp} = {expert}; "
+            "change [parallel] or the number of processes"
+        )
+    if parallel.vpp > 1 and parallel.pp == 1:
+        wrong.append(f"parallel.vpp = {parallel.vpp} needs pipeline parallelism, but parallel.pp is 1; set parallel.vpp to 1 or raise pp")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def _join(device: platform.Device, timeout_s: float, world: int) -> None:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else 0)
+    if world > 1 or "MASTER_ADDR" in os.environ:
+        torch.distributed.init_process_group(backend, timeout=timeout)
+    else:
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _read_ranks(device: platform.Device, vpp: int) -> Ranks:
+    from megatron.core import parallel_state as state
+
+    return Ranks(
+        device=device,
+        rank=torch.distributed.get_rank(),
+        world=torch.distributed.get_world_size(),
+        tp=(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        pp=(state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()),
+        cp=(state.get_context_parallel_rank(), state.get_context_parallel_world_size()),
+        dp=(state.get_data_parallel_rank(), state.get_data_parallel_world_size()),
+        ep=(state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()),
+        etp=(state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()),
+        edp=(state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()),
+        vpp=vpp,
+    )
+
+
+def shutdown() -> None:
+    """Leave all process groups. The process may `initialise` again afterwards, on the same device."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
+    """Megatron's MLATransformerConfig: the model's own values, then ours, then `[megatron]`.
+
+    Raises:
+        ConfigError: an unknown option in `[megatron]`, or one that Megatron refuses.
+    """
+    import torch.nn.functional as F
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from moerl.train.layers import has_transformer_engine
+
+    engine = ranks.device == "cuda" and has_transformer_engine()
+    dtype, parallel = DTYPES[config.train.dtype], config.parallel
+    options: dict[str, Any] = {
+        **spec.megatron,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "transformer_impl": "transformer_engine" if engine else "local",
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "sequence_parallel": parallel.tp > 1,
+        "variable_seq_lengths": parallel.pp > 1,
+        # Batched point-to-point gives silently wrong results with interleaved stages over gloo.
+        "batch_p2p_comm": ranks.device == "cuda",
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "moe_grouped_gemm": engine,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_dtype": "fp32",
+        "moe_router_bias_update_rate": config.train.expert_bias_update_rate,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_enable_routing_replay": True,
+        "bias_activation_fusion": engine,
+    }
+    if layout := _uneven_layout(spec.layers, parallel):
+        options["pipeline_model_parallel_layout"] = layout
+    options |= config.megatron
+    known = {field.name for field in fields(MLATransformerConfig)}
+    if unknown := sorted(set(config.megatron) - known):
+        raise ConfigError([f"megatron.{name} is not an option of the installed Megatron's MLATransformerConfig" for name in unknown])
+    try:
+        return MLATransformerConfig(**options)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"Megatron refuses these settings: {error}") from error
+
+
+def _uneven_layout(layers: int, parallel: Parallel) -> list[list[str]] | None:
+    """Spread `layers` over all (virtual) stages when they do not divide evenly; None when they do.
+
+    The first and last stage also hold the embedding and the head, so later middle stages take the surplus layers first.
+    """
+    stages = parallel.pp * parallel.vpp
+    if layers % stages == 0:
+        return None
+    if layers < stages:
+        raise ConfigError(f"the model has {layers} layers, fewer than pp * vpp = {parallel.pp} * {parallel.vpp} = {stages} stages")
+    counts = [layers // stages] * stages
+    for number in [*range(1, stages - 1), 0, stages - 1][: layers % stages]:
+        counts[number] += 1
+    layout = [["decoder"] * count for count in counts]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
+
+
+def build_model(spec: ModelSpec, config: Config, ranks: Ranks, *, trainable: bool = True) -> list[torch.nn.Module]:
+    """This process's model chunks, initialised from Megatron's seeded generators (weights come with `weights.load_hf`).
+
+    Args:
+        trainable: wrap for training; False builds a frozen reference model without gradients.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    from moerl.routing.replay import routers
+    from moerl.train.layers import block_spec
+
+    settings = transformer_config(spec, config, ranks)
+    vocab = -(-spec.vocab_size // ranks.tp[1]) * ranks.tp[1]
+    chunks = []
+    for number in range(ranks.vpp):
+        stage = number if ranks.vpp > 1 else None
+        chunk = GPTModel(
+            config=settings,
+            transformer_layer_spec=block_spec(settings, stage),
+            vocab_size=vocab,
+            max_sequence_length=spec.hf_config["max_position_embeddings"],
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=spec.tied_embeddings,
+            position_embedding_type="rope",
+            vp_stage=stage,
+        )
+        chunk.moerl_vocab_size = spec.vocab_size
+        chunks.append(chunk.to(ranks.torch_device))
+    for router in (router for chunk in chunks for router in routers(chunk)):
+        router.frozen_expert_bias = config.train.expert_bias_update_rate == 0
+        _forget_globally(router.router_replay)
+    if trainable:
+        return [_wrap(chunk, number) for number, chunk in enumerate(chunks)]
+    for chunk in chunks:
+        chunk.requires_grad_(False).eval()
+    return chunks
+
+
+def _forget_globally(instance: Any) -> None:
+    """Take a router's replay object off Megatron's process-wide list, which would keep rebuilt models alive and in the way."""
+    if instance is None:
+        return
+    everyone = type(instance).global_router_replay_instances
+    everyone[:] = [other for other in everyone if other is not instance]
+
+
+def _wrap(chunk: torch.nn.Module, number: int) -> torch.nn.Module:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    chunk.config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0)
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel inside a chunk."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+
+
+def build_optimizer(model: list[torch.nn.Module], config: Config) -> Any:
+    """Megatron's distributed AdamW over float32 master weights. Build it after the weights are loaded.
+
+    Norms and other vectors have no weight decay. The learning rate is set per step (`optimizer_step`).
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    train, dtype = config.train, DTYPES[config.train.dtype]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=train.lr,
+            min_lr=0.0,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            adam_eps=1e-8,
+            clip_grad=train.grad_clip,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        ),
+        model,
+    )
+    for group in optimizer.param_groups:
+        group["weight_decay"] = train.weight_decay * group["wd_mult"]
+    return optimizer
+
+
+def optimizer_step(optimizer: Any, lr: float) -> float:
+    """Clip and apply the finalised gradients with learning rate `lr`.
+
+    Returns:
+        The gradient norm before clipping, over all ranks.
+
+    Raises:
+        TrainError: the norm is not finite; the weights are unchanged.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    overflow = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if overflow or not math.isfinite(norm):
+        raise TrainError(f"the gradient norm is {norm}; the step was refused and the weights are unchanged")
+    for part in optimizer.chained_optimizers:
+        if part.config.clip_grad > 0 and not part.is_stub_optimizer:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
+    return norm

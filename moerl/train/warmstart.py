@@ -1,0 +1,198 @@
+"""Make the tiny model that the quick start improves: random weights, then a minute of supervised training on the same task.
+
+    tiny_config --write_tiny--> random HF folder --our Megatron trainer, answers as labels--> HF folder at config.model.path
+
+The warm start uses the trainer's own passes, optimizer, loader and exporter, so it exercises them before RL does. It stops
+when greedy decoding would solve most held-out prompts, while an entropy bonus keeps sampling far from certain: that is the
+room in which RL learns. The folder is reused as long as the recipe that made it stays the same.
+"""
+
+import functools
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moerl.config.schema import Config
+from moerl.convert.tiny import EOS, VOCABULARY, tiny_config, write_tiny
+from moerl.errors import TrainError
+from moerl.models import read_spec
+from moerl.rollout.sample import Prompt
+from moerl.rollout.tasks import load_task
+from moerl.routing.trace import Layout
+from moerl.train import megatron, weights
+from moerl.train.batch import Sequence, pack
+from moerl.train.export import export_hf
+from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward
+from moerl.train.objective import supervised_loss
+
+log = logging.getLogger(__name__)
+
+_STAMP = "warmstart.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the warm start trains.
+
+    Attributes:
+        target_greedy: stop when this share of held-out answers has every token above probability 1/2.
+        entropy_bonus: 0.4 puts the optimum at a probability of about 0.7 for the right one of 16 tokens.
+        expert_bias_update_rate: step of the router's correction bias, which balances the experts; 1e-3 is too slow here.
+    """
+
+    target_greedy: float = 0.88
+    min_steps: int = 50
+    max_steps: int = 700
+    evaluate_every: int = 25
+    batch: int = 128
+    lr: float = 2e-3
+    lr_warmup_steps: int = 30
+    adam_beta2: float = 0.98
+    entropy_bonus: float = 0.4
+    expert_bias_update_rate: float = 1e-2
+
+
+def make_tiny(config: Config, recipe: Recipe | None = None) -> dict[str, Any]:
+    """Make (or reuse) the warm-started tiny model at `config.model.path`.
+
+    Returns:
+        What the warm start measured: steps, seconds, greedy and sampled accuracy on held-out prompts.
+
+    Raises:
+        TrainError: the target was not reached within `max_steps`.
+    """
+    recipe = recipe or Recipe()
+    folder, architecture = Path(config.model.path), tiny_config()
+    made_by = {"recipe": asdict(recipe), "architecture": architecture, "task": config.task.model_dump(mode="json"), "seed": config.run.seed}
+    key = xxhash.xxh3_64_hexdigest(json.dumps(made_by, sort_keys=True))
+    stamp = folder / _STAMP
+    if stamp.is_file() and (known := json.loads(stamp.read_text()))["key"] == key:
+        return {**known["result"], "cached": True}
+    with tempfile.TemporaryDirectory(prefix="moerl-tiny-") as scratch:
+        spec = write_tiny(scratch, architecture, seed=config.run.seed)
+        task = load_task(config.task, scratch, max_prompt_tokens=config.rollout.max_prompt_tokens, seed=config.run.seed)
+        settings = _settings(config, recipe, scratch)
+        ranks = megatron.initialise(settings.parallel, settings.train, config.run.seed)
+        try:
+            model = megatron.build_model(spec, settings, ranks)
+            weights.load_hf(model, spec, scratch, ranks)
+            result = _fit(model, settings, recipe, task.train, task.heldout, ranks)
+            export_hf(folder, Path(scratch), model, spec, ranks, dtype=torch.bfloat16)
+        finally:
+            megatron.shutdown()
+    (folder / _STAMP).write_text(json.dumps({"key": key, "result": result}, indent=2))
+    return {**result, "cached": False}
+
+
+def _settings(config: Config, recipe: Recipe, path: str) -> Config:
+    train = config.train.model_copy(
+        update={
+            "dtype": "float32",
+            "adam_beta2": recipe.adam_beta2,
+            "expert_bias_update_rate": recipe.expert_bias_update_rate,
+        }
+    )
+    return config.model_copy(update={"train": train, "model": config.model.model_copy(update={"path": path})})
+
+
+def _fit(
+    model: list[torch.nn.Module], settings: Config, recipe: Recipe, train: Seq[Prompt], heldout: Seq[Prompt], ranks: megatron.Ranks
+) -> dict[str, Any]:
+    spec = read_spec(settings.model.path)
+    layout = Layout(spec.moe_layers, spec.experts, spec.topk)
+    optimizer = megatron.build_optimizer(model, settings)
+    loss = functools.partial(_loss, recipe.entropy_bonus)
+    rng, started = np.random.default_rng(settings.run.seed), time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("warm start", total=recipe.max_steps, state="")
+        for step in range(1, recipe.max_steps + 1):
+            chosen = rng.choice(len(train), recipe.batch, replace=len(train) < recipe.batch)
+            micro = _pack([train[i] for i in chosen], settings, layout, ranks)
+            forward_backward(model, micro, ranks, loss_fn=loss, replay=None, temperature=1.0, fp32_head=True)
+            megatron.optimizer_step(optimizer, recipe.lr * min(1.0, step / recipe.lr_warmup_steps))
+            if step % recipe.evaluate_every == 0:
+                greedy, sampled = accuracy(model, heldout, settings, layout, ranks)
+                seconds = time.monotonic() - started
+                state = f"step {step}: greedy {greedy:.2f}, sampled {sampled:.2f} on held-out prompts"
+                bar.update(task, completed=step, state=state)
+                log.info("warm start %s (%.0f s)", state, seconds)
+                if greedy >= recipe.target_greedy and step >= recipe.min_steps:
+                    return {"steps": step, "seconds": round(seconds, 1), "greedy": greedy, "sampled": sampled}
+    raise TrainError(
+        f"the warm start reached greedy accuracy {greedy:.2f} in {recipe.max_steps} steps, not {recipe.target_greedy}; "
+        "try another run.seed, or an easier task"
+    )
+
+
+def _loss(
+    entropy_bonus: float, outputs: TokenOutputs, rows: LocalMicrobatch
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    return supervised_loss(entropy_bonus, outputs.logprobs, outputs.entropy, rows.loss_mask)
+
+
+def accuracy(
+    model: list[torch.nn.Module], prompts: Seq[Prompt], settings: Config, layout: Layout, ranks: megatron.Ranks
+) -> tuple[float, float]:
+    """Share of `prompts` that greedy decoding surely answers exactly, and the expected share when sampling at temperature 1.
+
+    Both follow from the answers' own probabilities: an answer whose every token is above 1/2 is the greedy one, and the
+    probability of sampling an answer is the product of its tokens'.
+    """
+    micro = _pack(prompts, settings, layout, ranks)
+    answers = compute_logprobs(model, micro, ranks, temperature=1.0, fp32_head=True)
+    sure, probability = [], []
+    for (logprobs, _), one in zip(answers, micro, strict=True):
+        for start, stop in zip(one.cu_seqlens[:-1], one.cu_seqlens[1:], strict=True):
+            own = logprobs[start:stop][one.loss_mask[start:stop] > 0]
+            if len(own):
+                sure.append(bool((own > np.log(0.5)).all()))
+                probability.append(float(np.exp(own.sum())))
+    return float(np.mean(sure)), float(np.mean(probability))
+
+
+def _pack(prompts: Seq[Prompt], settings: Config, layout: Layout, ranks: megatron.Ranks) -> list[Any]:
+    packed = pack(
+        [_labelled(prompt) for prompt in prompts],
+        tokens_per_microbatch=settings.train.tokens_per_microbatch,
+        dp=ranks.dp[1],
+        multiple=ranks.sequence_multiple,
+        rounds=ranks.microbatch_multiple,
+        layout=layout,
+    )
+    return packed[ranks.dp[0]]
+
+
+def _labelled(prompt: Prompt) -> Sequence:
+    response = [VOCABULARY.index(character) for character in prompt.answer] + [EOS]
+    tokens = np.array(prompt.tokens + response, np.int64)
+    mask = np.zeros(len(tokens) - 1, np.float32)
+    mask[len(prompt.tokens) - 1 :] = 1.0
+    return Sequence(tokens, mask, None, {})
+
+
+def main(argv: list[str]) -> int:
+    """`tools/make_tiny.py @ config.toml`: make the model that the config's `model.path` names."""
+    from moerl.config.load import load_config
+
+    logging.basicConfig(level=logging.INFO if not sys.stderr.isatty() else logging.WARNING, format="%(message)s")
+    config = load_config(argv)
+    shutil.rmtree(Path(config.model.path).with_name(f".writing-{Path(config.model.path).name}"), ignore_errors=True)
+    result = make_tiny(config)
+    how = "reused" if result["cached"] else f"made in {result['seconds']:.0f} s ({result['steps']} steps)"
+    print(f"{config.model.path}: {how}; held-out accuracy {result['greedy']:.2f} greedy, {result['sampled']:.2f} sampled")
+    return os.EX_OK

@@ -1,0 +1,212 @@
+"""Weights between a Hugging Face folder, this rank's Megatron parameters, and the shards that are sent to engines.
+
+    folder --load_hf--> parameters of this rank --local_shards--> [Shard(entry, tensor, index, parts)] in canonical order
+
+Both directions rest on one table, `placed`, that finds for every parameter of this rank which `Entry` of the model's
+specification it is: it renumbers layers (pipeline stages) and experts (expert parallelism) globally and understands the local
+names as well as Transformer Engine's.
+
+A tensor-parallel vocabulary is padded to a multiple of tp: the surplus rows are zero, are masked out of the softmax, and are
+cut off in `local_shards`, so that the parts of an entry always concatenate to its full shape.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from moerl.errors import ModelError
+from moerl.models.shard import Shard
+from moerl.models.spec import Entry, ModelSpec
+from moerl.train.megatron import Ranks, unwrap
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One of this rank's tensors and what it is.
+
+    Attributes:
+        name: in its chunk.
+        tensor: the live parameter or buffer.
+        index, parts: which slice along `entry.param.tp_axis`; 0 of 1 when replicated.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    entry: Entry
+    index: int
+    parts: int
+
+
+def placed(model: list[torch.nn.Module], spec: ModelSpec, ranks: Ranks) -> list[Placed]:
+    """Every weight of this rank, in the specification's canonical order.
+
+    Raises:
+        ModelError: a parameter that the specification does not know.
+    """
+    known: dict[str, tuple[int, Entry]] = {}
+    for order, entry in enumerate(spec.entries()):
+        known |= {name: (order, entry) for name in entry.megatron_names}
+    found, unknown = [], []
+    for chunk in model:
+        for name, tensor in _tensors(unwrap(chunk)):
+            full = _global_name(name, unwrap(chunk), spec, ranks)
+            if full not in known:
+                unknown.append(full)
+                continue
+            order, entry = known[full]
+            found.append((order, _place(name, tensor, entry, ranks)))
+    if unknown:
+        raise ModelError(f"the Megatron model has parameters that the {spec.family} family does not describe: {_some(unknown)}")
+    return [item for _, item in sorted(found, key=lambda pair: pair[0])]
+
+
+def local_shards(model: list[torch.nn.Module], spec: ModelSpec, ranks: Ranks) -> list[Shard]:
+    """This rank's part of the model, in canonical order; tensors are live (in bfloat16 training: what engines must serve)."""
+    return [Shard(item.entry, _without_padding(item), item.index, item.parts) for item in placed(model, spec, ranks)]
+
+
+def load_hf(model: list[torch.nn.Module], spec: ModelSpec, folder: str | Path, ranks: Ranks) -> None:
+    """Fill this rank's weights from a Hugging Face folder, reading only this rank's slices.
+
+    An optimizer that exists already must be told with `reload_model_params()`.
+
+    Raises:
+        ModelError: files are missing, or names, shapes or types differ; all differences in one message, on every rank alike.
+    """
+    files = _open_all(Path(folder))
+    try:
+        _check(files, spec, Path(folder))
+        for item in placed(model, spec, ranks):
+            _fill(item, files)
+    finally:
+        for file in {id(file): file for file in files.values()}.values():
+            file.__exit__(None, None, None)
+
+
+def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from chunk.named_parameters()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".router.expert_bias"):
+            yield name, buffer
+
+
+def _global_name(name: str, chunk: torch.nn.Module, spec: ModelSpec, ranks: Ranks) -> str:
+    if match := _LAYER.match(name):
+        layer = chunk.decoder.layers[int(match[1])].layer_number - 1
+        name = f"decoder.layers.{layer}.{name[match.end() :]}"
+    first = ranks.ep[0] * (spec.experts // ranks.ep[1])
+    return _EXPERT.sub(lambda match: str(first + int(match[0])), name)
+
+
+def _place(name: str, tensor: torch.Tensor, entry: Entry, ranks: Ranks) -> Placed:
+    param = entry.param
+    index, parts = ranks.etp if param.expert else ranks.tp
+    if param.tp_axis is None or parts == 1:
+        return Placed(name, tensor, entry, 0, 1)
+    rows = param.shape[param.tp_axis] * (len(param.hf) if param.tp_axis == 0 else 1)
+    if tensor.shape[param.tp_axis] == rows:  # Transformer Engine keeps some of these whole on every rank.
+        return Placed(name, tensor, entry, 0, 1)
+    return Placed(name, tensor, entry, index, parts)
+
+
+def _vocabulary_rows(item: Placed) -> tuple[int, int]:
+    """(first row, one past the last row) of the unpadded vocabulary in a padded shard; any entry cut along rows qualifies."""
+    rows = item.tensor.shape[0]
+    total = item.entry.param.shape[0]
+    start = min(item.index * rows, total)
+    return start, min(start + rows, total)
+
+
+def _is_vocabulary(item: Placed) -> bool:
+    return item.entry.param.layers == "once" and item.entry.param.tp_axis == 0
+
+
+def _without_padding(item: Placed) -> torch.Tensor:
+    if not _is_vocabulary(item):
+        return item.tensor.detach()
+    start, stop = _vocabulary_rows(item)
+    return item.tensor.detach()[: stop - start]
+
+
+def _fill(item: Placed, files: dict[str, Any]) -> None:
+    param = item.entry.param
+    target = item.tensor.detach()
+    if _is_vocabulary(item):
+        start, stop = _vocabulary_rows(item)
+        target.zero_()
+        target[: stop - start].copy_(files[item.entry.hf[0]].get_slice(item.entry.hf[0])[start:stop])
+        return
+    axis = param.tp_axis if param.tp_axis is not None else 0
+    size = param.shape[axis] // item.parts
+    window = slice(item.index * size, (item.index + 1) * size)
+    targets = target.chunk(len(param.hf), dim=0)
+    for name, part in zip(item.entry.hf, targets, strict=True):
+        source = files[name].get_slice(name)
+        part.copy_(source[window] if axis == 0 else source[:, window])
+
+
+def _open_all(folder: Path) -> dict[str, Any]:
+    """Tensor name -> open safetensors file; only headers are read."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{index} lists files that are not there: {_some(missing)}; download the checkpoint again")
+        paths = [folder / name for name in names]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"{folder} holds no *.safetensors; expected a Hugging Face checkpoint with weights")
+    files: dict[str, Any] = {}
+    for path in paths:
+        file = safe_open(path, framework="pt").__enter__()
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def _check(files: dict[str, Any], spec: ModelSpec, folder: Path) -> None:
+    """Compare the folder with the specification: names, shapes, types."""
+    expected = {name: entry for entry in spec.entries() for name in entry.hf}
+    missing = [name for name in expected if name not in files]
+    extra = [name for name in files if name not in expected and not _ignorable(name, spec)]
+    wrong = []
+    for name, entry in expected.items():
+        if name not in files:
+            continue
+        view = files[name].get_slice(name)
+        if tuple(view.get_shape()) != entry.param.shape:
+            wrong.append(f"{name}: shape {tuple(view.get_shape())}, expected {entry.param.shape}")
+        elif view.get_dtype() not in ("F32", "BF16", "F16"):
+            wrong.append(f"{name}: type {view.get_dtype()}, expected F32, BF16 or F16 (convert quantised checkpoints to bfloat16 first)")
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} tensors are missing: {_some(missing)}")
+    if extra:
+        problems.append(f"{len(extra)} tensors are unknown: {_some(extra)}")
+    if wrong:
+        problems.append(f"{len(wrong)} tensors differ: {_some(wrong)}")
+    if problems:
+        raise ModelError(f"{folder} does not fit its own config.json ({spec.family}):\n  - " + "\n  - ".join(problems))
+
+
+def _ignorable(name: str, spec: ModelSpec) -> bool:
+    """Tensors of a checkpoint that training doesn't use: multi-token-prediction layers, rotary tables, a tied head's copy."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer and int(layer[1]) >= spec.layers:
+        return True
+    return name.endswith("rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
