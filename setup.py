@@ -94,6 +94,7 @@ setup(
     description="RL post-training of mixture-of-experts models with exact routing replay",
     python_requires=">=3.12",
     packages=find_packages(include=["moerl", "moerl.*"]),
+    package_data={"moerl.rollout": ["shims/*.py"]},
     install_requires=CORE,
     extras_require={"cpu": CPU, "gpu": GPU, "dev": DEV, "sinks": SINKS},
     entry_points={

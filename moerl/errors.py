@@ -21,6 +21,10 @@ class ConfigError(MoerlError, ValueError):
         head = "1 setting is wrong" if len(self.violations) == 1 else f"{len(self.violations)} settings are wrong"
         super().__init__(head + ":\n" + "\n".join(f"  - {violation}" for violation in self.violations))
 
+    def __reduce__(self):
+        # Errors cross process borders pickled; the default would feed the finished message back in as a violation.
+        return type(self), (self.violations,)
+
 
 class ModelError(MoerlError, ValueError):
     """A model folder is missing, incomplete, not a mixture of experts, or of a family that moerl does not know."""

@@ -4,6 +4,6 @@
 import sys
 
 if __name__ == "__main__":
-    from moerl.train.warmstart import main
+    from moerl.train.launch import make_tiny_main
 
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(make_tiny_main(sys.argv[1:]))

@@ -34,21 +34,23 @@ find_python() {
         "install one, for example: apt-get install python3.12 python3.12-venv, or pyenv install 3.12, or uv python install 3.12"
 }
 
-kind_of_machine() { if compgen -G '/dev/nvidia[0-9]*' >/dev/null; then echo gpu; else echo cpu; fi; }
+# Device nodes, since asking nvidia-smi can take a second.
+kind_of_machine() { if [[ -n $(ls -d /dev/nvidia[0-9]* 2>/dev/null) ]]; then echo gpu; else echo cpu; fi; }
 
 installed() { find "$env"/lib/*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null | wc -l; }
 
 # Runs a command with its output in the set-up's log, and says every 10 s how far it is.
 logged() {
-    local what=$1 pid status=0 beat=0
+    local what=$1 pid status=0 beat=$SECONDS
     shift
     say "$what"
     "$@" >>"$log" 2>&1 &
     pid=$!
     trap 'kill "$pid" 2>/dev/null || true; exit 130' INT TERM
     while kill -0 "$pid" 2>/dev/null; do
-        sleep 1
-        if (( ++beat % 10 == 0 )); then
+        sleep 0.2
+        if (( SECONDS >= beat + 10 )); then
+            beat=$SECONDS
             say "  $(grep -cE '^(Collecting|Processing) ' "$log" || true) packages looked up, $(installed) in place"
         fi
     done

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -167,14 +167,15 @@ def _setting(key: str, text: str) -> Source:
 def _value(key: str, text: str) -> Any:
     """A command line value by TOML's rules, and by the setting's type where TOML alone would misread it."""
     field = _fields().get(key)
-    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    kind = field.annotation if field else None
+    kinds = get_args(kind) if get_origin(kind) is UnionType else (kind,)
     if NoneType in kinds and text == "none":
         return None
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    takes_text = str in kinds or get_origin(field and field.annotation) is Literal
+    takes_text = str in kinds or get_origin(kind) is Literal
     return text if takes_text and not isinstance(value, str) else value
 
 

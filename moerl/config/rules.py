@@ -204,15 +204,25 @@ SILENT = (
 
 
 def silent_settings(check: Check) -> Iterator[Problem]:
-    """Settings that were given but do nothing. One that a later source switched off (an ablation of a file) is fine."""
+    """Settings that were given another value than their default, but do nothing.
+
+    One that a later source switched off (an ablation of a file) is fine.
+    """
     by_default = -1
     for path, switch, counts in SILENT:
-        decided = check.given.get(switch, by_default)
-        if path in check.given and not counts(check.config) and check.given[path] >= decided:
-            section, _, key = switch.partition(".")
-            value = getattr(getattr(check.config, section), key)
-            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        value, default = _lookup(check.config, path)
+        decided_by = check.given.get(switch, by_default)
+        if path in check.given and value != default and not counts(check.config) and check.given[path] >= decided_by:
+            now = _lookup(check.config, switch)[0]
+            shown = str(now).lower() if isinstance(now, bool) else repr(now)
             yield Problem((path, switch), f"{path} has no effect with {switch} = {shown}; change one of them, or leave {path} out")
+
+
+def _lookup(config: Config, path: str) -> tuple[object, object]:
+    """(value, default) of a setting."""
+    section, key = path.split(".")
+    part = getattr(config, section)
+    return getattr(part, key), type(part).model_fields[key].default
 
 
 def _template_fields(template: str) -> list[tuple[str, str | None, str | None, str | None]]:

@@ -42,7 +42,7 @@ def pieces(spec: ModelSpec, slot: Slot, tensor: torch.Tensor, tp: int) -> Iterat
     """
     entry, axis = slot.entry, slot.entry.param.tp_axis
     for rank in range(tp):
-        if axis is None or entry.param.engine_replicated or tp == 1 and not is_vocabulary(entry):
+        if axis is None or entry.param.engine_replicated or (tp == 1 and not is_vocabulary(entry)):
             shard = tensor
         elif is_vocabulary(entry):
             shard = _vocabulary_shard(tensor, rank, tp)
@@ -93,8 +93,8 @@ def check_layout(spec: ModelSpec, tp: int, *, cpu: bool) -> None:
     }
     if cpu and widths:
         raise ReshardError(
-            f"engines on CPU with engine.tp = {tp} pad gated MLPs to a multiple of {multiple}; choose a model with such widths, or a smaller "
-            "engine.tp:\n" + "\n".join(f"  - {name} has width {width}" for name, width in widths.items())
+            f"engines on CPU with engine.tp = {tp} pad gated MLPs to a multiple of {multiple}; choose a model with such widths, or a "
+            "smaller engine.tp:\n" + "\n".join(f"  - {name} has width {width}" for name, width in widths.items())
         )
 
 
@@ -103,7 +103,7 @@ class LayoutChecksums:
 
     def __init__(self, spec: ModelSpec, tp: int):
         self._spec, self._tp = spec, tp
-        self._open: list[dict[str, "hashlib._Hash"]] = [{} for _ in range(tp)]
+        self._open: list[dict[str, hashlib._Hash]] = [{} for _ in range(tp)]
 
     def add(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Count in one HF tensor, on any device, in the dtype that the engine stores."""

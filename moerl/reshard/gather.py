@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moerl.errors import ReshardError
 from moerl.models import Entry, ModelSpec
 from moerl.models.shard import Shard
-from moerl.reshard.bucket import Bucket, cut, weights, wire_dtype
+from moerl.reshard.bucket import Bucket, cut, weights
 from moerl.reshard.deadline import Deadline
 
 _ALIGN = 16
@@ -89,8 +89,8 @@ def plan_gather(shards: Sequence[Shard], spec: ModelSpec) -> GatherPlan:
     sources, problems = _choose(everyone, spec)
     if problems:
         raise ReshardError(
-            f"the trainer's shards do not make up the model ({len(problems)} weights are wrong); expected one complete set of slices of each "
-            "weight:\n" + "\n".join(f"  - {problem}" for problem in problems)
+            f"the trainer's shards do not make up the model ({len(problems)} weights are wrong); expected one complete set of slices of "
+            "each weight:\n" + "\n".join(f"  - {problem}" for problem in problems)
         )
     return GatherPlan(sources)
 

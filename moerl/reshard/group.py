@@ -69,7 +69,14 @@ def unique_name() -> str:
 
 
 def join(
-    store: TCPStore, name: str, backend: str, world_size: int, deadline: Deadline, *, rank: int = 0, interrupt: Callable[[], None] | None = None
+    store: TCPStore,
+    name: str,
+    backend: str,
+    world_size: int,
+    deadline: Deadline,
+    *,
+    rank: int = 0,
+    interrupt: Callable[[], None] | None = None,
 ) -> SyncGroup:
     """Meet the other members; blocks until all are there.
 

@@ -178,7 +178,14 @@ class WeightSync:
         store = sync_group.open_store(link.host, world, deadline)
         name = sync_group.unique_name()
         offers = [
-            {"host": link.host, "port": store.port, "rank_offset": 1 + i * link.tp, "world_size": world, "name": name, "backend": link.backend}
+            {
+                "host": link.host,
+                "port": store.port,
+                "rank_offset": 1 + i * link.tp,
+                "world_size": world,
+                "name": name,
+                "backend": link.backend,
+            }
             for i in range(len(link.names))
         ]
         replies = link.start("init_group", offers)
@@ -233,15 +240,15 @@ class WeightSync:
 
     def _account(self, version: int, progress: _Progress, error: Exception) -> str:
         """What failed, how far it came, and what that means for the engines."""
-        names = ", ".join(self._link.names)
+        engines = f"the engines ({', '.join(self._link.names)})"
         head = f"weight sync of version {version} failed while {progress.stage}: {error}"
         if not progress.fenced:
-            return f"{head}\nNothing was written: {names} still hold their previous weights."
+            return f"{head}\nNothing was written: {engines} keep their previous weights, as far as they are alive."
         missing = [slot.name for bucket in self._buckets[progress.loaded :] for slot in bucket.slots]
         left = f"; not updated: {len(missing)} weights from {missing[0]} on" if missing else ""
         return (
-            f"{head}\n{progress.loaded} of {len(self._buckets)} buckets were loaded{left}. {names} serve nothing until a complete version "
-            "arrives: push again, after restarting engines that died."
+            f"{head}\n{progress.loaded} of {len(self._buckets)} buckets were loaded{left}. Until a complete version arrives, {engines} "
+            "serve nothing: restart those that died, then push again."
         )
 
     def _clean_up(self, progress: _Progress) -> None:

@@ -87,7 +87,7 @@ def decode_routes(meta: dict[str, Any], *, rows: int, layout: Layout, layers: in
         RolloutError: no routes, undecodable, or other rows than expected; routes of dense layers that are not empty; ids
             out of range, repeated or missing.
     """
-    encoded = meta["routed_experts"] if "routed_experts" in meta else None
+    encoded = meta.get("routed_experts")
     if encoded is None:
         if meta["finish_reason"]["type"] == "abort":
             raise RolloutError(f"{name}: aborted while it waited, so the engine has no routes for it; generate it again")
@@ -130,7 +130,7 @@ def _versions(spans: Any, tokens: int, name: str, promised: int | None) -> list[
         text, start, stop = str(span["version"]), span["start"], span["end"]
         if not text.isdecimal():
             raise RolloutError(
-                f"{name}: the engine names its weights {text!r}, expected a whole number; it was started or updated without a weight version"
+                f"{name}: the engine names its weights {text!r}, expected a whole number; it was started or updated without a version"
             )
         if start != (runs[-1][2] if runs else 0) or stop <= start:
             raise RolloutError(f"{name}: weight versions {spans} do not cover the {tokens} response tokens once, in order")

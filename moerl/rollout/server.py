@@ -304,7 +304,7 @@ class EngineServer:
     def _check_info(self, info: dict[str, Any]) -> None:
         if not info["enable_return_routed_experts"]:
             raise EngineError(f"the engine at {self.url} runs without --enable-return-routed-experts: it cannot record routes")
-        marks = [state[plugin.MARK] if plugin.MARK in state else None for state in info["internal_states"]]
+        marks = [state.get(plugin.MARK) for state in info["internal_states"]]
         if any(mark != plugin.VERSION for mark in marks):
             raise EngineError(
                 f"the engine at {self.url} runs without moerl's plugin (marks {marks}, expected {plugin.VERSION}); SGLANG_PLUGINS may "
@@ -343,7 +343,9 @@ def _free_port(wanted: int | None) -> int:
             probe.bind((HOST, wanted or 0))
             probe.listen(1)
         except OSError as error:
-            raise EngineError(f"port {wanted} on {HOST} is already in use ({error.strerror}); stop what listens there or choose another") from error
+            raise EngineError(
+                f"port {wanted} on {HOST} is already in use ({error.strerror}); stop what listens there or choose another"
+            ) from error
         return probe.getsockname()[1]
 
 

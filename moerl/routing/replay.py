@@ -140,7 +140,8 @@ class RouteReplay:
         if number not in self.layout.layers:
             raise ReplayError(f"layer {number} of the model has a router, but the routes are for {describe(self.layout)}")
         if (router.num_experts, router.topk) != (self.layout.experts, self.layout.topk):
-            raise ReplayError(f"layer {number} routes to {router.topk} of {router.num_experts}, but the routes are for {describe(self.layout)}")
+            found = f"top-{router.topk} of {router.num_experts} experts"
+            raise ReplayError(f"layer {number} routes to {found}, but the routes are for {describe(self.layout)}")
         self._layers[self.layout.layers.index(number)] = (layer, router)
 
     @contextlib.contextmanager

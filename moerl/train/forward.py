@@ -12,7 +12,7 @@ data-parallel rank; gradient buffers are cleared at the start of a pass; outputs
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import torch
 
 from moerl.errors import TrainError
 from moerl.routing.replay import Natural, RouteReplay
-from moerl.train.batch import Microbatch
+from moerl.train.batch import Microbatch, filler_routes
 from moerl.train.megatron import Ranks, unwrap
 from moerl.train.vocabulary import logprob_and_entropy
 
@@ -83,7 +83,8 @@ def localise(microbatch: Microbatch, number: int, ranks: Ranks, replay: RouteRep
 
     lengths = np.diff(microbatch.cu_seqlens)
     if (lengths % ranks.sequence_multiple).any():
-        raise TrainError(f"padded sequence lengths must be multiples of {ranks.sequence_multiple} here, got {sorted(set(lengths.tolist()))[:8]}")
+        found = sorted({int(length) for length in lengths if length % ranks.sequence_multiple})[:8]
+        raise TrainError(f"padded sequence lengths must be multiples of {ranks.sequence_multiple} here, got {found}")
     device = ranks.torch_device
     packing = pack(microbatch.cu_seqlens, rank=ranks.cp[0], size=ranks.cp[1], microbatch=number, device=device)
     rows = packing.local_rows.cpu().numpy()
@@ -180,10 +181,10 @@ def compute_logprobs(
     with torch.no_grad(), _forced(replay, local), recording as natural:
         outputs = _run(model, local, finish, ranks, temperature=temperature, fp32_head=fp32_head, forward_only=True)
     answers = []
-    for number, rows in enumerate(local):
+    for number, (rows, microbatch) in enumerate(zip(local, microbatches, strict=True)):
         logprobs = _assemble_rows(outputs[number]["logprobs"] if ranks.last_stage else None, rows, ranks)
-        routes = None if natural is None else _assemble_routes(natural, number, rows, recorder, ranks)
-        answers.append((logprobs, routes))
+        routes = None if natural is None else _assemble_routes(natural, number, rows, recorder, ranks)[: microbatch.size]
+        answers.append((logprobs[: microbatch.size], routes))
     return answers
 
 
@@ -198,10 +199,39 @@ def _prepare(
     if int(count[0]) != -int(count[1]):
         raise TrainError(f"all data-parallel ranks must bring equally many microbatches, got {-int(count[1])} to {int(count[0])}")
     if len(microbatches) == 0 or len(microbatches) % ranks.microbatch_multiple:
-        raise TrainError(f"the number of microbatches must be a positive multiple of {ranks.microbatch_multiple} here, got {len(microbatches)}")
+        unit = ranks.microbatch_multiple
+        raise TrainError(f"the number of microbatches must be a positive multiple of {unit} here, got {len(microbatches)}")
     if len(model) != ranks.vpp:
         raise TrainError(f"expected {ranks.vpp} model chunks, got {len(model)}")
-    return [localise(microbatch, number, ranks, replay) for number, microbatch in enumerate(microbatches)]
+    size = max(microbatch.size for microbatch in microbatches) if ranks.pp[1] > 1 else 0
+    equal = [_pad(microbatch, size, ranks.sequence_multiple, replay) for microbatch in microbatches]
+    return [localise(microbatch, number, ranks, replay) for number, microbatch in enumerate(equal)]
+
+
+def _pad(microbatch: Microbatch, size: int, multiple: int, replay: RouteReplay | None) -> Microbatch:
+    """Append padding sequences up to `size` rows: pipeline stages exchange activations of one shape only."""
+    rows = size - microbatch.size
+    if rows <= 0:
+        return microbatch
+
+    def grown(array: np.ndarray) -> np.ndarray:
+        return np.concatenate([array, np.zeros(rows, array.dtype)])
+
+    ends = np.arange(microbatch.size + multiple, size + 1, multiple, dtype=np.int32)
+    routes = microbatch.routes
+    if routes is not None and replay is not None:
+        routes = np.concatenate([routes, filler_routes(rows, replay.layout)])
+    return replace(
+        microbatch,
+        tokens=grown(microbatch.tokens),
+        labels=grown(microbatch.labels),
+        positions=np.concatenate([microbatch.positions, np.arange(rows) % multiple]),
+        cu_seqlens=np.concatenate([microbatch.cu_seqlens, ends]),
+        loss_mask=grown(microbatch.loss_mask),
+        routes=routes,
+        real=grown(microbatch.real),
+        columns={name: grown(column) for name, column in microbatch.columns.items()},
+    )
 
 
 def _forced(replay: RouteReplay | None, local: list[LocalMicrobatch]) -> contextlib.AbstractContextManager[Any]:
@@ -239,7 +269,7 @@ def _run(
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=model if len(model) > 1 else model[0],
         num_microbatches=len(local),
-        seq_length=max(len(rows.tokens) for rows in local),
+        seq_length=max(len(rows.tokens) for rows in local) * ranks.cp[1],  # Megatron divides it by cp, and by tp
         micro_batch_size=1,
         forward_only=forward_only,
     )

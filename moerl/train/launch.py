@@ -90,6 +90,20 @@ def main(argv: list[str]) -> int:
     return _torchrun(config, argv)
 
 
+def make_tiny_main(argv: list[str]) -> int:
+    """`tools/make_tiny.py @ config.toml`: make, or reuse, the warm-started model that the config's `model.path` names."""
+    config = load_config(argv)
+    from moerl.train import platform
+
+    platform.install(platform.pick_device(config.train.device))
+    from moerl.train.warmstart import make_tiny
+
+    result = make_tiny(config)
+    how = "reused" if result["cached"] else f"made in {result['seconds']:.0f} s ({result['steps']} steps)"
+    print(f"{config.model.path}: {how}; held-out accuracy {result['greedy']:.2f} greedy, {result['sampled']:.2f} sampled")
+    return 0
+
+
 def rollout_main(argv: list[str]) -> int:
     """`moerl rollout`: generate and record only, with the engines alone."""
     config, spec, options = prepare(argv)
@@ -98,7 +112,7 @@ def rollout_main(argv: list[str]) -> int:
         return 0
     from moerl.train.record import record
 
-    record(config, spec, options)
+    record(config, spec)
     return 0
 
 

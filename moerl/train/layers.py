@@ -10,6 +10,7 @@ A packed row order is what everything here agrees on. Under context parallelism 
 pieces and rank r holds pieces r and 2 * cp - 1 - r, so that causal work is balanced.
 """
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,7 +80,7 @@ def zigzag_rows(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
     if size == 1:
         return np.arange(int(cu_seqlens[-1]))
     pieces = []
-    for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, stop in itertools.pairwise(cu_seqlens):
         piece = (stop - start) // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
             pieces.append(np.arange(start + number * piece, start + (number + 1) * piece))
@@ -280,7 +281,7 @@ def block_spec(config: MLATransformerConfig, vp_stage: int | None) -> Transforme
     """
     engine = config.transformer_impl == "transformer_engine"
     if engine and config.q_lora_rank is None:
-        raise ConfigError("Transformer Engine layers add a query norm to models without q_lora_rank; set megatron.transformer_impl to 'local'")
+        raise ConfigError("Transformer Engine layers add a query norm where q_lora_rank is absent; set megatron.transformer_impl = 'local'")
     if not engine and config.recompute_granularity == "selective" and "mla_up_proj" in config.recompute_modules:
         raise ConfigError("megatron.recompute_modules: 'mla_up_proj' needs Transformer Engine layers; remove it")
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)

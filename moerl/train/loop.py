@@ -17,7 +17,7 @@ from moerl.train import checkpoint
 from moerl.train.batch import Microbatch, pack, sequences
 from moerl.train.launch import Options
 from moerl.train.objective import group_advantages
-from moerl.train.report import rollout_metrics
+from moerl.train.source import rollout_metrics
 from moerl.train.run import Run, open_run
 from moerl.train.trainer import train_step
 
@@ -26,7 +26,8 @@ def train(config: Config, spec: ModelSpec, options: Options) -> None:
     """Train as `config` says; collective over the ranks that torchrun started."""
     with open_run(config, spec, options) as run:
         push(run)
-        evaluate(run, first=True)
+        if run.progress.step == 0:
+            run.log(-1, evaluate(run))
         while run.progress.step < config.train.steps:
             step = run.progress.step
             with run.phase("rollout"):
@@ -41,8 +42,7 @@ def train(config: Config, spec: ModelSpec, options: Options) -> None:
                 metrics |= push(run)
             with run.phase("checkpoint"):
                 save(run)
-            run.log(step, {**rollout_metrics(groups or []), **metrics})
-            evaluate(run)
+            run.log(step, {**rollout_metrics(groups or []), **metrics, **evaluate(run)})
         run.finish()
 
 
@@ -88,13 +88,14 @@ def push(run: Run) -> dict[str, object]:
     }
 
 
-def evaluate(run: Run, *, first: bool = False) -> None:
-    """Held-out accuracy before the run, after it, and every so many steps between."""
+def evaluate(run: Run) -> dict[str, float]:
+    """Held-out accuracy, on rank 0: before the first step, after the last, and every so many between."""
     settings, step = run.config.diagnostics, run.progress.step
-    due = first or step == run.config.train.steps or (settings.evaluate_every_steps and step % settings.evaluate_every_steps == 0)
-    if run.source and settings.evaluate and due:
-        with run.phase("evaluate"):
-            run.log_evaluation(run.source.accuracy(run.progress.version))
+    due = step in (0, run.config.train.steps) or (settings.evaluate_every_steps and step % settings.evaluate_every_steps == 0)
+    if not (run.source and settings.evaluate and due):
+        return {}
+    with run.phase("evaluate"):
+        return run.source.accuracy()
 
 
 def save(run: Run) -> None:

@@ -10,6 +10,7 @@ A model is a list of chunks, one per virtual pipeline stage. A trainable chunk i
 """
 
 import datetime
+import itertools
 import math
 import os
 from dataclasses import dataclass, fields
@@ -22,6 +23,7 @@ from moerl.errors import ConfigError, TrainError
 from moerl.models.spec import ModelSpec
 from moerl.train import platform
 
+_joins = itertools.count()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -127,10 +129,13 @@ def _join(device: platform.Device, timeout_s: float, world: int) -> None:
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else 0)
-    if world > 1 or "MASTER_ADDR" in os.environ:
-        torch.distributed.init_process_group(backend, timeout=timeout)
+    if world > 1:
+        store, rank, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
     else:
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store, rank = torch.distributed.HashStore(), 0
+    # A process may join several times; under one prefix it would find the addresses of the group it left.
+    store = torch.distributed.PrefixStore(f"moerl-{next(_joins)}", store)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _read_ranks(device: platform.Device, vpp: int) -> Ranks:
@@ -193,9 +198,10 @@ def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "sequence_parallel": parallel.tp > 1,
-        "variable_seq_lengths": parallel.pp > 1,
-        # Batched point-to-point gives silently wrong results with interleaved stages over gloo.
-        "batch_p2p_comm": ranks.device == "cuda",
+        # All microbatches of a step are padded to one size instead (`forward`). With two interleaved stages, sends and receives
+        # between the same two ranks pair up in the wrong order when they are batched, and an exchange of shapes is.
+        "variable_seq_lengths": False,
+        "batch_p2p_comm": ranks.device == "cuda" and not (parallel.pp == 2 and parallel.vpp > 1),
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "moe_grouped_gemm": engine,

@@ -6,18 +6,28 @@
 Both answer the same two questions: the groups of a step, and the held-out accuracy of a version.
 """
 
+import json
 import logging
+import os
+import shutil
+import statistics
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from moerl.cluster.engines import EnginePool
 from moerl.cluster.rewards import RewardPool
+from moerl.cluster.runtime import engine_gpus, ray_running
 from moerl.config.schema import Config
-from moerl.errors import EngineError, TrainError
+from moerl.errors import EngineError
+from moerl.models import ModelSpec
 from moerl.rollout import store
 from moerl.rollout.sample import Group, Prompt
-from moerl.rollout.tasks import TaskData
+from moerl.rollout.server import resolve_device
+from moerl.rollout.tasks import TaskData, load_task
 from moerl.train.curriculum import take
 from moerl.train.progress import Progress
 
@@ -28,7 +38,7 @@ class Source(Protocol):
     def groups(self, progress: Progress) -> list[Group] | None:
         """Scored groups for the step after `progress`; None if an engine was replaced and must be given the weights first."""
 
-    def accuracy(self, version: int) -> dict[str, float]:
+    def accuracy(self) -> dict[str, float]:
         """Held-out accuracy of the weights that the engines serve; empty if that can't be measured."""
 
 
@@ -41,13 +51,12 @@ class Live:
     pool: EnginePool
     rewards: RewardPool
     folder: Path
-    header: store.Header
 
     def groups(self, progress: Progress) -> list[Group] | None:
         rollout, count = self.config.rollout, self.config.rollout.prompts_per_step
         prompts = take(self.task.train, position=progress.position, count=count, seed=self.config.run.seed)
         try:
-            groups = self._generate(prompts, rollout.group_size, rollout.temperature, progress.version, routes=True)
+            groups = self._generate(prompts, rollout.group_size, rollout.temperature, routes=True)
         except EngineError as error:
             if not self.pool.restart_dead():
                 raise
@@ -55,27 +64,22 @@ class Live:
             return None
         groups = self.rewards.score(groups)
         if rollout.save:
-            store.save_step(self.folder, progress.step, groups, self.header, version=progress.version)
+            header = store.make_header(self.config.model.path, step=progress.step, version=progress.version)
+            store.save_step(self.folder, progress.step, groups, header)
         return groups
 
-    def accuracy(self, version: int) -> dict[str, float]:
+    def accuracy(self) -> dict[str, float]:
         if not self.task.heldout:
             return {}
         found = {}
         for name, temperature in (("heldout_accuracy", self.config.rollout.temperature), ("heldout_greedy_accuracy", 0.0)):
-            groups = self.rewards.score(self._generate(self.task.heldout, 1, temperature, version, routes=False))
+            groups = self.rewards.score(self._generate(self.task.heldout, 1, temperature, routes=False))
             found[name] = sum(group.samples[0].reward >= 1.0 for group in groups) / len(groups)
         return found
 
-    def _generate(self, prompts: list[Prompt], size: int, temperature: float, version: int, *, routes: bool) -> list[Group]:
-        return self.pool.generate(
-            prompts,
-            group_size=size,
-            max_new_tokens=self.config.rollout.max_new_tokens,
-            temperature=temperature,
-            routes=routes,
-            version=version,
-        )
+    def _generate(self, prompts: list[Prompt], size: int, temperature: float, *, routes: bool) -> list[Group]:
+        limit = self.config.rollout.max_new_tokens
+        return self.pool.generate(prompts, group_size=size, max_new_tokens=limit, temperature=temperature, routes=routes)
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,53 @@ class Recorded:
     """Groups that an earlier run saved, in the same order."""
 
     folder: Path
-    header: store.Header
+    expected: store.Header
 
     def groups(self, progress: Progress) -> list[Group]:
-        if progress.step not in store.list_steps(self.folder):
-            raise TrainError(f"{self.folder} holds no rollouts of step {progress.step}; lower train.steps, or record more")
-        return store.load_step(self.folder, progress.step, self.header)
+        return store.load_step(self.folder, progress.step, self.expected)[1]
 
-    def accuracy(self, version: int) -> dict[str, float]:
+    def accuracy(self) -> dict[str, float]:
         return {}
+
+
+def open_live(stack: ExitStack, config: Config, spec: ModelSpec, folder: Path, *, trainer_ranks: int) -> tuple[EnginePool, Live]:
+    """Start Ray, reward workers and engines; `stack` stops them. Without a cluster to join, trainer ranks keep this machine's first GPUs."""
+    task = load_task(config.task, config.model.path, max_prompt_tokens=config.rollout.max_prompt_tokens, seed=config.run.seed)
+    address = os.environ["RAY_ADDRESS"] if "RAY_ADDRESS" in os.environ else None
+    gpus: list[str] = []
+    if address is None and resolve_device(config.engine.device) == "cuda":
+        taken = trainer_ranks if resolve_device(config.train.device) == "cuda" else 0
+        gpus = engine_gpus([str(i) for i in range(torch.cuda.device_count())], taken, config.engine.count * config.engine.tp)
+    runtime = stack.enter_context(ray_running(address, gpus=gpus))
+    rewards = stack.enter_context(RewardPool(config.task))
+    pool = stack.enter_context(EnginePool(config, spec, runtime, log_dir=folder / "logs"))
+    return pool, Live(config, task, pool, rewards, folder / "rollouts")
+
+
+def prepare_folder(folder: Path, config: Config, *, fresh: bool) -> None:
+    """Make the run folder; a fresh run removes what an earlier one left there under the names that this one writes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        for name in ("rollouts", "checkpoints", "export", "logs", "tensorboard"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in ("metrics.jsonl", "summary.json"):
+            (folder / name).unlink(missing_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=2))
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """What the samples of one step look like."""
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples:
+        return {}
+    rewards = [[sample.reward for sample in group.samples] for group in groups]
+    lengths = [len(sample.response_tokens) for sample in samples]
+    return {
+        "reward": sum(map(sum, rewards)) / len(samples),
+        "reward_std": statistics.pstdev(reward for group in rewards for reward in group),
+        "solved_share": sum(sample.reward >= 1.0 for sample in samples) / len(samples),
+        "uniform_groups_share": sum(len(set(group)) == 1 for group in rewards) / len(groups),
+        "response_length": sum(lengths) / len(samples),
+        "truncated_share": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "samples": len(samples),
+    }

@@ -10,8 +10,6 @@ room in which RL learns. The folder is reused as long as the recipe that made it
 import functools
 import json
 import logging
-import os
-import shutil
 import sys
 import tempfile
 import time
@@ -78,7 +76,7 @@ def make_tiny(config: Config, recipe: Recipe | None = None) -> dict[str, Any]:
     recipe = recipe or Recipe()
     folder, architecture = Path(config.model.path), tiny_config()
     made_by = {"recipe": asdict(recipe), "architecture": architecture, "task": config.task.model_dump(mode="json"), "seed": config.run.seed}
-    key = xxhash.xxh3_64_hexdigest(json.dumps(made_by, sort_keys=True))
+    key = xxhash.xxh3_64_hexdigest(json.dumps(made_by, sort_keys=True).encode())
     stamp = folder / _STAMP
     if stamp.is_file() and (known := json.loads(stamp.read_text()))["key"] == key:
         return {**known["result"], "cached": True}
@@ -184,15 +182,3 @@ def _labelled(prompt: Prompt) -> Sequence:
     mask[len(prompt.tokens) - 1 :] = 1.0
     return Sequence(tokens, mask, None, {})
 
-
-def main(argv: list[str]) -> int:
-    """`tools/make_tiny.py @ config.toml`: make the model that the config's `model.path` names."""
-    from moerl.config.load import load_config
-
-    logging.basicConfig(level=logging.INFO if not sys.stderr.isatty() else logging.WARNING, format="%(message)s")
-    config = load_config(argv)
-    shutil.rmtree(Path(config.model.path).with_name(f".writing-{Path(config.model.path).name}"), ignore_errors=True)
-    result = make_tiny(config)
-    how = "reused" if result["cached"] else f"made in {result['seconds']:.0f} s ({result['steps']} steps)"
-    print(f"{config.model.path}: {how}; held-out accuracy {result['greedy']:.2f} greedy, {result['sampled']:.2f} sampled")
-    return os.EX_OK

@@ -55,7 +55,7 @@ def placed(model: list[torch.nn.Module], spec: ModelSpec, ranks: Ranks) -> list[
     """
     known: dict[str, tuple[int, Entry]] = {}
     for order, entry in enumerate(spec.entries()):
-        known |= {name: (order, entry) for name in entry.megatron_names}
+        known |= dict.fromkeys(entry.megatron_names, (order, entry))
     found, unknown = [], []
     for chunk in model:
         for name, tensor in _tensors(unwrap(chunk)):
@@ -72,7 +72,15 @@ def placed(model: list[torch.nn.Module], spec: ModelSpec, ranks: Ranks) -> list[
 
 def local_shards(model: list[torch.nn.Module], spec: ModelSpec, ranks: Ranks) -> list[Shard]:
     """This rank's part of the model, in canonical order; tensors are live (in bfloat16 training: what engines must serve)."""
-    return [Shard(item.entry, _without_padding(item), item.index, item.parts) for item in placed(model, spec, ranks)]
+    return [Shard(item.entry, cut_padding(item, item.tensor.detach()), item.index, item.parts) for item in placed(model, spec, ranks)]
+
+
+def cut_padding(item: Placed, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` (shaped like the item's: the weight itself, its gradient) without the rows of vocabulary padding; a view."""
+    if not _is_vocabulary(item):
+        return tensor
+    start, stop = _vocabulary_rows(item)
+    return tensor[: stop - start]
 
 
 def load_hf(model: list[torch.nn.Module], spec: ModelSpec, folder: str | Path, ranks: Ranks) -> None:
@@ -120,7 +128,7 @@ def _place(name: str, tensor: torch.Tensor, entry: Entry, ranks: Ranks) -> Place
 
 
 def _vocabulary_rows(item: Placed) -> tuple[int, int]:
-    """(first row, one past the last row) of the unpadded vocabulary in a padded shard; any entry cut along rows qualifies."""
+    """(first, one past the last) row of the real vocabulary that a shard holds; equal if it holds padding only."""
     rows = item.tensor.shape[0]
     total = item.entry.param.shape[0]
     start = min(item.index * rows, total)
@@ -129,13 +137,6 @@ def _vocabulary_rows(item: Placed) -> tuple[int, int]:
 
 def _is_vocabulary(item: Placed) -> bool:
     return item.entry.param.layers == "once" and item.entry.param.tp_axis == 0
-
-
-def _without_padding(item: Placed) -> torch.Tensor:
-    if not _is_vocabulary(item):
-        return item.tensor.detach()
-    start, stop = _vocabulary_rows(item)
-    return item.tensor.detach()[: stop - start]
 
 
 def _fill(item: Placed, files: dict[str, Any]) -> None:

@@ -41,10 +41,12 @@ def test_a_weight_that_one_rank_lacks_is_reported_by_both(ranks):
 
 def test_both_ranks_get_the_report(ranks):
     assert ranks[0]["push"] == ranks[1]["push"]
-    assert ranks[0]["push"]["versions"] == [4] and ranks[0]["push"]["buckets"] > 3
+    assert ranks[0]["push"]["versions"] == [4]
+    assert ranks[0]["push"]["buckets"] > 3
 
 
 def test_a_failed_push_raises_the_same_error_on_both_ranks(ranks):
     errors = [rank["push fails"]["error"] for rank in ranks]
     assert errors[0] == errors[1]
-    assert "the engine refused a bucket" in errors[0] and "2 of " in errors[0]
+    assert "the engine refused a bucket" in errors[0]
+    assert "2 of " in errors[0]

@@ -14,6 +14,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(f"module 'sgl_kernel' has no attribute {name!r}: SGLang's compiled kernels are not installed here")
 
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"sgl_kernel.{name} needs SGLang's compiled CPU kernels; switch off the option that calls it (speculative decoding)")
+        raise RuntimeError(
+            f"sgl_kernel.{name} needs SGLang's compiled CPU kernels; switch off the option that calls it (speculative decoding)"
+        )
 
     return missing

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moerl.convert.tiny import random_weights, tiny_config
-from moerl.errors import EngineError
+from moerl.errors import EngineError, ReshardError
 from moerl.models import deepseek
 from moerl.models.shard import Shard
 from moerl.reshard import group as sync_group
@@ -103,7 +103,7 @@ class Replies:
     def _run(self, i, call):
         try:
             self._results[i] = call()
-        except Exception as error:  # handed to the caller of wait()
+        except (EngineError, ReshardError, RuntimeError) as error:
             self._errors[i] = error
 
     def check(self):
@@ -170,7 +170,8 @@ class FakeEngine:
         self.open = False
 
     def receive_bucket(self, names, dtypes, shapes, group, version, flush):
-        assert version is None and flush is False
+        assert version is None
+        assert flush is False
         sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         received = [torch.empty(sum(sizes), dtype=torch.uint8) for _ in range(self.tp)]
         threads = [

@@ -42,7 +42,8 @@ def test_tensors_are_aligned_and_without_gaps(spec, mib):
     for bucket in cut(spec, torch.bfloat16, mib):
         offset = 0
         for slot in bucket.slots:
-            assert slot.offset == offset and offset % slot.dtype.itemsize == 0, slot.name
+            assert slot.offset == offset, slot.name
+            assert offset % slot.dtype.itemsize == 0, slot.name
             offset += slot.nbytes
         assert offset == bucket.nbytes
 
@@ -63,7 +64,8 @@ def test_views_are_the_slots(spec):
     bucket = cut(spec, torch.bfloat16, 0.02)[1]
     flat = torch.zeros(bucket.nbytes, dtype=torch.uint8)
     for number, (slot, view) in enumerate(bucket.views(flat)):
-        assert tuple(view.shape) == slot.shape and view.dtype == slot.dtype
+        assert tuple(view.shape) == slot.shape
+        assert view.dtype == slot.dtype
         view.fill_(number + 1)
     for number, (_, view) in enumerate(bucket.views(flat)):
         assert (view == number + 1).all()
@@ -76,7 +78,8 @@ def test_the_correction_bias_travels_in_float32(spec):
 
 def test_a_tied_output_layer_is_not_sent(spec):
     names = [name for entry in weights(replace(spec, tied_embeddings=True)) for name in entry.hf]
-    assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert "model.embed_tokens.weight" in names
 
 
 def test_bucket_size_must_be_positive(spec):

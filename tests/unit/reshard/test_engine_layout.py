@@ -51,7 +51,9 @@ def test_pieces_concatenate_to_the_engines_tensors(spec, tensors, engine_tensors
     assert not built
 
 
-@pytest.mark.parametrize("size, tp, padded", [(16, 1, 64), (64, 1, 64), (65, 1, 128), (129280, 8, 129280), (16, 3, 192), (200, 5, 320)])
+@pytest.mark.parametrize(
+    ("size", "tp", "padded"), [(16, 1, 64), (64, 1, 64), (65, 1, 128), (129280, 8, 129280), (16, 3, 192), (200, 5, 320)]
+)
 def test_vocabulary_padding(size, tp, padded):
     assert padded_vocabulary(size, tp) == padded
 

@@ -21,7 +21,8 @@ def test_all_weights_come_out_cast_and_in_order(spec, tensors, shards_of, mib):
     assert {name for name, _ in gathered} == set(tensors)
     for name, tensor in gathered:
         wanted = tensors[name] if name.endswith("e_score_correction_bias") else tensors[name].to(torch.bfloat16)
-        assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), name
+        assert tensor.dtype == wanted.dtype, name
+        assert torch.equal(tensor, wanted), name
     if mib == 1e-6:
         assert [name for name, _ in gathered] == [name for unit in units(spec) for entry in unit for name in entry.hf]
 
@@ -48,7 +49,8 @@ def test_missing_weights_are_all_named(spec, tensors, shards_of):
     shards = [shard for shard in shards_of(tensors) if shard.entry.megatron not in gone]
     with pytest.raises(ReshardError) as error:
         plan_gather(shards, spec)
-    assert all(f"{name}: missing" in str(error.value) for name in gone) and "2 weights are wrong" in str(error.value)
+    assert all(f"{name}: missing" in str(error.value) for name in gone)
+    assert "2 weights are wrong" in str(error.value)
 
 
 def test_a_surplus_weight_is_named(spec, tensors, shards_of):
@@ -60,7 +62,7 @@ def test_a_surplus_weight_is_named(spec, tensors, shards_of):
 
 
 @pytest.mark.parametrize(
-    "index, parts, rows, message",
+    ("index", "parts", "rows", "message"),
     [
         (1, 2, None, r"slices \[1\] of 2"),
         (0, 1, 31, r"do not make up \(32,\)"),
@@ -69,7 +71,7 @@ def test_a_surplus_weight_is_named(spec, tensors, shards_of):
 def test_incomplete_or_misshapen_slices_are_refused(spec, tensors, shards_of, index, parts, rows, message):
     shards = shards_of(tensors)
     last = next(shard for shard in shards if shard.entry.megatron == "decoder.final_layernorm.weight")
-    shards = without(shards, last.entry.megatron) + [Shard(last.entry, last.tensor[:rows], index, parts)]
+    shards = [*without(shards, last.entry.megatron), Shard(last.entry, last.tensor[:rows], index, parts)]
     with pytest.raises(ReshardError, match=message):
         plan_gather(shards, spec)
 

@@ -1,0 +1,208 @@
+"""A run from start to end: folder, logs, trainer, engines, and everything's orderly end.
+
+`open_run` starts what the options ask for, in an order that overlaps the slow starts, and undoes it in reverse whatever
+happens. Rank 0 owns the run folder, the console, Ray and the engines; the other ranks have a trainer and a log file.
+"""
+
+import json
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moerl.cluster.engines import EnginePool
+from moerl.config.schema import Config
+from moerl.models import ModelSpec
+from moerl.observe.console import RunConsole
+from moerl.observe.logs import setup_logging
+from moerl.observe.sinks import Sinks, open_sinks
+from moerl.observe.timer import PhaseTimer
+from moerl.reshard.sync import WeightSync
+from moerl.rollout import store
+from moerl.train import checkpoint, megatron, progress
+from moerl.train.export import export_hf
+from moerl.train.launch import Options, rollout_folder
+from moerl.train.progress import Progress
+from moerl.train.source import Live, Recorded, Source, open_live, prepare_folder
+from moerl.train.summary import check_requirements, read_metrics, summarise
+from moerl.train.trainer import Trainer, build
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """What the loop works with. `source`, `sinks` are on rank 0 only; `sync` is None where nothing is served.
+
+    Attributes:
+        replicas: data-parallel rank of every global rank.
+        phase: names, times and shows a part of the step.
+    """
+
+    config: Config
+    spec: ModelSpec
+    folder: Path
+    trainer: Trainer
+    source: Source | None
+    sync: WeightSync | None
+    progress: Progress
+    replicas: list[int]
+    phase: PhaseTimer
+    console: RunConsole
+    sinks: Sinks | None
+    started: float
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write a step's metrics with the seconds of its phases, and show its line."""
+        metrics = {**metrics, "version": self.progress.version, **self.phase.take()}
+        if self.sinks:
+            self.sinks.log(step, metrics)
+            if "reward" in metrics or "loss" in metrics:
+                self.console.step(step, headline(metrics))
+
+    def finish(self) -> None:
+        """Export the weights, write `summary.json`, show what happened, and fail if the run had to achieve more."""
+        if self.config.checkpoint.export_hf:
+            dtype = megatron.DTYPES[self.config.train.dtype]
+            trainer = self.trainer
+            export_hf(self.folder / "export", Path(self.config.model.path), trainer.model, self.spec, trainer.ranks, dtype=dtype)
+        if self.sinks is None:
+            return
+        found = summarise(read_metrics(self.folder), minutes=(time.monotonic() - self.started) / 60)
+        (self.folder / "summary.json").write_text(json.dumps(found, indent=2))
+        self.console.table("what happened", closing_rows(found), next_command=self._next_command())
+        check_requirements(found, self.config.require)
+
+    def _next_command(self) -> str:
+        if isinstance(self.source, Live) and self.config.rollout.save:
+            return f"tools/moerl train @ {self.folder}/config.json --rollouts {self.folder} --run.dir {self.folder}-replayed   (same rollouts, no engine)"
+        return f"less {self.folder}/metrics.jsonl"
+
+
+@contextmanager
+def open_run(config: Config, spec: ModelSpec, options: Options) -> Iterator[Run]:
+    """Everything a run needs, started; stopped on leaving, also after an error or an interruption."""
+    folder, started = Path(config.run.dir), time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(_interruptible())
+        ranks = megatron.initialise(config.parallel, config.train, config.run.seed)
+        stack.callback(megatron.shutdown)
+        resume = progress.find(folder / "checkpoints", config, spec, ranks.world) if options.resume else None
+        at = resume.progress if resume else Progress(0, 0, 0)
+        if ranks.rank == 0:
+            prepare_folder(folder, config, fresh=resume is None)
+        dist.barrier()
+        setup_logging(folder, ranks.rank, config.observe.log_level)
+        console = stack.enter_context(RunConsole(config.train.steps, first_step=at.step, shown=config.observe.console and ranks.rank == 0))
+        phase = PhaseTimer(console.phase)
+        live = options.rollouts is None
+        source, pool, sinks = None, None, None
+        if ranks.rank == 0:
+            console.header("moerl train", _facts(config, spec, ranks.world, at, options))
+            sinks = open_sinks(folder, config, first_step=at.step)
+            stack.callback(sinks.close)
+            if live:
+                console.message("starting the engines ...")
+                pool, source = open_live(stack, config, spec, folder, trainer_ranks=ranks.world)
+            else:
+                source = Recorded(rollout_folder(options.rollouts), store.make_header(config.model.path, step=0, version=0))
+        trainer = build(config, spec, ranks)
+        if resume:
+            checkpoint.load(resume.folder, trainer.model, trainer.optimizer, same_layout=resume.same_layout)
+        sync = _open_sync(stack, config, spec, pool) if live else None
+        replicas: list[int] = [0] * ranks.world
+        dist.all_gather_object(replicas, ranks.dp[0])
+        yield Run(config, spec, folder, trainer, source, sync, at, replicas, phase, console, sinks, started)
+
+
+def _open_sync(stack: ExitStack, config: Config, spec: ModelSpec, pool: EnginePool | None) -> WeightSync:
+    sync = WeightSync(
+        spec,
+        dtype=megatron.DTYPES[config.engine.dtype],
+        bucket_mib=config.sync.bucket_mib,
+        verify=config.sync.verify,
+        timeout_s=config.sync.timeout_s,
+        link=pool,
+    )
+    stack.callback(sync.close)
+    return sync
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM (from torchrun, which passes Ctrl-C on) unwinds like Ctrl-C, so that engines and Ray are stopped in order."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _facts(config: Config, spec: ModelSpec, world: int, at: Progress, options: Options) -> dict[str, Any]:
+    where = f"recorded in {options.rollouts}" if options.rollouts else f"{config.engine.count} SGLang engine(s), tp {config.engine.tp}, {config.engine.dtype}"
+    return {
+        "model": f"{config.model.path} ({spec.family}, {len(spec.moe_layers)} MoE layers, {spec.experts} experts, top-{spec.topk})",
+        "trainer": f"Megatron, {world} rank(s), {config.train.dtype}, replay {'on' if config.train.replay else 'off'}",
+        "rollouts": where,
+        "task": f"{config.task.kind} {config.task.name or config.task.path}, reward {config.task.reward}",
+        "run folder": f"{config.run.dir}" + (f", continued after step {at.step}" if at.step else ""),
+    }
+
+
+def headline(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The few figures of a step worth a line on the console."""
+    shown = {
+        "reward": "reward",
+        "held-out": "heldout_accuracy",
+        "flips": "natural_flip_share",
+        "agree": "replay_agreement",
+        "kl natural": "kl_natural",
+        "kl replay": "kl_replay",
+        "ess": "ess_replay",
+        "loss": "loss",
+        "version": "version",
+    }
+    line = {name: metrics[metric] for name, metric in shown.items() if metrics.get(metric) is not None}
+    return {**line, "s": sum(seconds for name, seconds in metrics.items() if name.startswith("time/"))}
+
+
+def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
+    """The summary as rows of a table."""
+
+    def span(before: str, after: str) -> str:
+        return f"{found[before]:.3f} -> {found[after]:.3f}"
+
+    def pair(name: str, form: str = ".2e") -> str:
+        return f"{found[f'{name}_natural']:{form}} without replay, {found[f'{name}_replay']:{form}} with"
+
+    rows: dict[str, Any] = {"steps": f"{found['steps']} in {found['minutes']:.1f} min"}
+    if found["reward_start"] is not None:
+        rows["reward"] = span("reward_start", "reward_end")
+    if "heldout_start" in found:
+        rows["held-out accuracy, sampled"] = span("heldout_start", "heldout_end")
+        rows["held-out accuracy, greedy"] = span("heldout_greedy_start", "heldout_greedy_end")
+    if "natural_flip_share" in found:
+        rows["routes the trainer alone would change"] = f"{100 * found['natural_flip_share']:.1f} % of (token, layer) decisions"
+    if "replay_agreement" in found:
+        rows["routes agreeing under replay"] = f"{100 * found['replay_agreement']:.2f} %"
+    if "kl_replay" in found and "kl_natural" in found:
+        rows["KL(engine || trainer), k3"] = f"{pair('kl')}: {found['kl_natural'] / max(found['kl_replay'], 1e-12):.1f} times less"
+        rows["mean |logprob difference|"] = pair("abs_diff")
+        rows["tokens with ratio outside 1/2..2"] = pair("extreme_share")
+        rows["tokens with ratio outside 1/1.2..1.2"] = pair("wide_share")
+    if "ess" in found:
+        rows["effective sample size"] = found["ess"]
+    rows["weight versions and checksums"] = "consistent" if found["versions_consistent"] else "INCONSISTENT"
+    return rows
+

@@ -1,0 +1,138 @@
+"""Each rule between settings: what breaks it, and what does not."""
+
+from pathlib import Path
+
+import pytest
+
+from moerl.config.load import load_config
+from moerl.config.rules import model_problems
+from moerl.config.schema import Config
+from moerl.convert.tiny import tiny_config
+from moerl.errors import ConfigError
+from moerl.models import deepseek
+
+
+def check(*settings: str, world: int | None = None) -> list[str]:
+    try:
+        load_config(["--model.path=m", *(f"--{setting}" for setting in settings)], world=world)
+    except ConfigError as error:
+        return error.violations
+    return []
+
+
+def test_world_size_that_does_not_factor_shows_the_product() -> None:
+    (message,) = check("parallel.nproc_per_node=4", "parallel.tp=2", "parallel.cp=3")
+    assert "4 trainer ranks cannot be split into groups of tp 2 x pp 1 x cp 3 = 6" in message
+
+
+def test_experts_have_a_product_of_their_own() -> None:
+    (message,) = check("parallel.nproc_per_node=4", "parallel.pp=2", "parallel.ep=4")
+    assert "4 trainer ranks cannot be split into groups of etp 1 x ep 4 x pp 2 = 8" in message
+
+
+def test_world_of_a_launcher_counts_instead() -> None:
+    assert check("parallel.tp=2", world=4) == []
+    assert len(check("parallel.tp=2", "parallel.nproc_per_node=2", world=3)) == 1
+
+
+@pytest.mark.parametrize("sizes", ["tp=2", "pp=2", "cp=2", "ep=2", "etp=2"])
+def test_sizes_that_factor(sizes: str) -> None:
+    assert check(f"parallel.{sizes}", "parallel.nproc_per_node=2") == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parallel.vpp=2"], "parallel.vpp 2 needs pipeline stages"),
+        (["rollout.group_size=1"], "so it needs at least 2 completions"),
+        (["rollout.prompts_per_step=64", "task.prompts=32"], "rollout.prompts_per_step 64 is more than the 32 prompts"),
+        (
+            ["engine.max_total_tokens=1023"],
+            "engine.max_total_tokens 1023 cannot hold one sequence: rollout.max_prompt_tokens 512 + rollout.max_new_tokens 512 = 1024",
+        ),
+        (["train.tokens_per_microbatch=1000"], "train.tokens_per_microbatch 1000 cannot hold one sequence"),
+        (["task.kind=jsonl"], "task.path is required"),
+        (["task.prompt_template=Q: {question}"], "task.prompt_template must hold {prompt} once"),
+        (["task.prompt_template={prompt} {prompt}"], "task.prompt_template must hold {prompt} once"),
+        (["task.prompt_template={prompt"], "task.prompt_template must hold {prompt} once"),
+        (["task.strip_question=("], "task.strip_question is not a regular expression"),
+        (["task.reward=math_verfy"], "got 'math_verfy'; did you mean math_verify?"),
+        (["objective.correction=icepop", "objective.icepop_low=3.0"], "objective.icepop_low 3.0 and icepop_high 2.0"),
+        (["objective.correction=icepop", "objective.icepop_high=0.9"], "must lie below and above 1"),
+        (["objective.tis_cap=0.5"], "objective.tis_cap 0.5 would cut even equal policies"),
+        (["require.min_heldout_gain=0.1", "task.heldout_prompts=0"], "require.min_heldout_gain needs an evaluation"),
+        (["require.min_heldout_gain=0.1", "diagnostics.evaluate=false"], "require.min_heldout_gain needs an evaluation"),
+        (["task.heldout_prompts=0"], "task.heldout_prompts 0 leaves nothing to evaluate"),
+        (["megatron.moe_router_fusion=true"], "megatron.moe_router_fusion cannot be used with train.replay"),
+        (["megatron.moe_expert_capacity_factor=1.0"], "a capacity drops experts"),
+        (["megatron.moe_router_load_balancing_type=sinkhorn"], "sinkhorn routing is not replayed"),
+        (["megatron.mtp_num_layers=1"], "multi-token-prediction"),
+    ],
+)
+def test_broken_rule(settings: list[str], message: str) -> None:
+    (found,) = check(*settings)
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["parallel.vpp=2", "parallel.pp=2", "parallel.nproc_per_node=2"],
+        ["engine.max_total_tokens=1024", "train.tokens_per_microbatch=1024"],
+        ["task.kind=jsonl", "task.path=x.jsonl"],
+        ["task.prompt_template=<{prompt}> {{literal}}"],
+        ["task.reward=my.rewards:score"],
+        ["objective.correction=icepop", "objective.icepop_low=0.9", "objective.icepop_high=1.1"],
+        ["task.heldout_prompts=0", "diagnostics.evaluate=false"],
+        ["require.min_heldout_gain=0.1"],
+        ["megatron.moe_router_fusion=true", "train.replay=false"],
+        ["megatron.moe_router_fusion=false"],
+    ],
+)
+def test_kept_rule(settings: list[str]) -> None:
+    assert check(*settings) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        (["objective.correction=icepop", "objective.tis_cap=3.0"], "objective.tis_cap has no effect with objective.correction = 'icepop'"),
+        (["objective.icepop_low=0.4"], "objective.icepop_low has no effect with objective.correction = 'tis'"),
+        (["task.kind=jsonl", "task.path=x", "task.name=gcd"], "task.name has no effect"),
+        (["task.path=x"], "task.path has no effect"),
+        (["diagnostics.evaluate=false", "diagnostics.evaluate_every_steps=5"], "has no effect with diagnostics.evaluate = false"),
+    ],
+)
+def test_setting_without_effect(settings: list[str], path: str) -> None:
+    (message,) = check(*settings)
+    assert path in message
+
+
+def test_a_later_source_may_switch_off_what_a_file_set(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[model]\npath = "m"\n[objective]\ncorrection = "icepop"\nicepop_low = 0.4\n')
+    assert load_config(["@", str(file), "--objective.correction=none"]).objective.icepop_low == 0.4
+
+
+def test_a_rule_is_silent_about_settings_that_are_wrong_themselves() -> None:
+    found = check("engine.max_total_tokens=lots", "rollout.max_new_tokens=100000", "train.tokens_per_microbatch=200000")
+    assert found == ['engine.max_total_tokens: expected a whole number, got "lots"']
+
+
+def fit(**sections: dict) -> list[str]:
+    return model_problems(Config(model={"path": "m"}, **sections), deepseek.spec(tiny_config(layers=5, experts=64)))
+
+
+def test_model_that_fits() -> None:
+    assert fit(parallel={"tp": 2, "pp": 5, "ep": 8}, engine={"tp": 4}) == []
+
+
+def test_layers_that_stages_do_not_divide() -> None:
+    (message,) = fit(parallel={"pp": 2, "vpp": 2})
+    assert "5 layers cannot be split evenly over pp 2 x vpp 2 = 4 stages" in message
+    assert fit(parallel={"pp": 2}, megatron={"num_layers_in_first_pipeline_stage": 3}) == []
+
+
+def test_experts_and_heads_that_ranks_do_not_divide() -> None:
+    found = fit(parallel={"ep": 5, "tp": 3}, engine={"tp": 8})
+    assert [message.split(":")[0] for message in found] == ["parallel.ep", "parallel.tp", "engine.tp"]

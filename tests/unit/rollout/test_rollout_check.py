@@ -1,0 +1,177 @@
+"""Replies become samples only if tokens, logprobs, routes and versions prove each other."""
+
+import numpy as np
+import pytest
+
+from moerl.errors import RolloutError
+from moerl.rollout.check import row_runs, to_sample
+from moerl.rollout.sample import Prompt, Sample
+from moerl.routing.trace import Layout, VersionRun
+from tests.unit.rollout.fakes import LAYERS, LAYOUT, encode, make_reply, make_routes
+
+RESPONSE = [10, 4, 2]
+ROWS = 4 + len(RESPONSE) - 1
+
+
+def convert(reply: dict, prompt: Prompt, layout: Layout = LAYOUT, **options: object) -> Sample:
+    return to_sample(reply, prompt, 1, layout, **({"layers": LAYERS, "routes": True} | options))
+
+
+def broken(prompt: Prompt, **meta: object) -> dict:
+    reply = make_reply(prompt.tokens, RESPONSE)
+    reply["meta_info"] |= meta
+    return reply
+
+
+def test_a_good_reply_keeps_every_value(prompt):
+    sample = convert(make_reply(prompt.tokens, RESPONSE), prompt, version=3, engine=2)
+    trace = sample.load_trace()
+    assert sample.tokens.tolist() == prompt.tokens + RESPONSE
+    assert sample.logprob_array.tolist() == [-0.5, -0.75, -1.0]
+    assert np.array_equal(trace.ids, make_routes(ROWS)[:, 1:])
+    assert trace.ids.dtype == np.uint8
+    assert trace.layout == LAYOUT
+    assert trace.versions == (VersionRun(3, 0, ROWS),)
+    assert (sample.versions, sample.finish_reason, sample.text, sample.index, sample.engine) == ([(3, 0, 3)], "stop", "7", 1, 2)
+
+
+def test_models_with_more_than_256_experts_get_wide_ids(prompt):
+    layout = Layout((1, 2), 300, 2)
+    ids = make_routes(ROWS)
+    ids[2, 1] = [299, 0]
+    sample = convert(broken(prompt, routed_experts=encode(ids)), prompt, layout)
+    assert sample.load_trace().ids.dtype == np.uint16
+    assert sample.load_trace().ids[2, 0].tolist() == [299, 0]
+
+
+def test_without_routes_the_trace_is_empty(prompt):
+    reply = make_reply(prompt.tokens, RESPONSE)
+    del reply["meta_info"]["routed_experts"]
+    assert convert(reply, prompt, routes=False).trace == b""
+
+
+def test_version_runs_move_from_tokens_to_the_rows_they_were_sampled_from(prompt):
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
+    sample = convert(broken(prompt, weight_versions=spans), prompt)
+    assert sample.versions == [(3, 0, 1), (4, 1, 3)]
+    # Four prompt tokens: row 3 gave the first response token, row 4 the second.
+    assert sample.load_trace().versions == (VersionRun(3, 0, 4), VersionRun(4, 4, 6))
+
+
+def test_equal_neighbouring_versions_are_one_run(prompt):
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]
+    assert convert(broken(prompt, weight_versions=spans), prompt).versions == [(3, 0, 3)]
+
+
+def test_row_runs_of_a_one_token_prompt():
+    assert row_runs([(5, 0, 2), (6, 2, 3)], 1) == (VersionRun(5, 0, 2), VersionRun(6, 2, 3))
+
+
+def test_engine_started_without_the_routes_flag(prompt):
+    reply = make_reply(prompt.tokens, RESPONSE)
+    del reply["meta_info"]["routed_experts"]
+    with pytest.raises(RolloutError, match="enable_return_routed_experts"):
+        convert(reply, prompt)
+
+
+def test_aborted_while_queued_does_not_blame_the_flag(prompt):
+    reply = broken(prompt, finish_reason={"type": "abort"}, routed_experts=None)
+    with pytest.raises(RolloutError, match="aborted while it waited"):
+        convert(reply, prompt)
+
+
+@pytest.mark.parametrize(("rows", "got"), [(ROWS - 1, "got 5 rows"), (ROWS + 1, "got 7 rows"), (0, "got 0 rows")])
+def test_missing_and_surplus_rows(prompt, rows, got):
+    with pytest.raises(RolloutError, match=f"expected {ROWS} rows.*{got}"):
+        convert(broken(prompt, routed_experts=encode(make_routes(rows))), prompt)
+
+
+def test_routes_cut_within_a_row(prompt):
+    with pytest.raises(RolloutError, match="no whole number of rows"):
+        convert(broken(prompt, routed_experts=encode(make_routes(ROWS).reshape(-1)[:-1])), prompt)
+
+
+def test_routes_that_are_not_base64(prompt):
+    with pytest.raises(RolloutError, match="not base64"):
+        convert(broken(prompt, routed_experts="@@@@"), prompt)
+
+
+def test_a_zero_row(prompt):
+    ids = make_routes(ROWS)
+    ids[3, 1:] = 0
+    with pytest.raises(RolloutError, match="1 rows are all zero .first: row 3"):
+        convert(broken(prompt, routed_experts=encode(ids)), prompt)
+
+
+def test_a_layer_without_any_routes(prompt):
+    ids = make_routes(ROWS)
+    ids[:, 2] = 0
+    with pytest.raises(RolloutError, match="layers 2 are zero"):
+        convert(broken(prompt, routed_experts=encode(ids)), prompt)
+
+
+def test_a_duplicated_expert(prompt):
+    ids = make_routes(ROWS)
+    ids[4, 2] = [5, 5]
+    with pytest.raises(RolloutError, match=r"must be distinct, got \[5, 5\] at row 4, layer 2"):
+        convert(broken(prompt, routed_experts=encode(ids)), prompt)
+
+
+@pytest.mark.parametrize("bad", [8, -1, 2**31 - 1])
+def test_an_expert_out_of_range(prompt, bad):
+    ids = make_routes(ROWS)
+    ids[1, 1, 0] = bad
+    with pytest.raises(RolloutError, match=r"0\.\.7.*row 1, layer 1"):
+        convert(broken(prompt, routed_experts=encode(ids)), prompt)
+
+
+def test_routes_in_a_dense_layer(prompt):
+    ids = make_routes(ROWS)
+    ids[2, 0, 1] = 3
+    with pytest.raises(RolloutError, match="layer 0 is dense"):
+        convert(broken(prompt, routed_experts=encode(ids)), prompt)
+
+
+def test_another_version_than_promised(prompt):
+    with pytest.raises(RolloutError, match=r"serve weight version 4, but sampled with \[3\]"):
+        convert(make_reply(prompt.tokens, RESPONSE), prompt, version=4)
+
+
+@pytest.mark.parametrize("spans", [[], [(0, 2)], [(1, 3)], [(0, 2), (1, 3)], [(0, 2), (2, 4)], [(0, 0), (0, 3)]])
+def test_version_spans_that_do_not_cover_the_response_once(prompt, spans):
+    broken_spans = [{"version": "3", "start": start, "end": end} for start, end in spans]
+    with pytest.raises(RolloutError, match="do not cover the 3 response tokens once"):
+        convert(broken(prompt, weight_versions=broken_spans), prompt)
+
+
+def test_a_version_that_is_no_number(prompt):
+    with pytest.raises(RolloutError, match="names its weights 'default'"):
+        convert(make_reply(prompt.tokens, RESPONSE, version="default"), prompt)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), None, 0.5])
+def test_logprobs_that_are_no_logprobs(prompt, value):
+    with pytest.raises(RolloutError, match="response token 1 is not a finite number"):
+        convert(broken(prompt, output_token_logprobs=[[-1.0, 10, None], [value, 4, None], [-1.0, 2, None]]), prompt)
+
+
+@pytest.mark.parametrize("pairs", [[[-1.0, 10, None]], [[-1.0, 10, None], [-1.0, 5, None], [-1.0, 2, None]]])
+def test_logprobs_of_other_tokens(prompt, pairs):
+    with pytest.raises(RolloutError, match="logprobs are of other tokens"):
+        convert(broken(prompt, output_token_logprobs=pairs), prompt)
+
+
+def test_an_empty_response(prompt):
+    reply = make_reply(prompt.tokens, [])
+    with pytest.raises(RolloutError, match="returned no tokens"):
+        convert(reply, prompt)
+
+
+def test_another_prompt_length_than_sent(prompt):
+    with pytest.raises(RolloutError, match="saw 5 prompt tokens, 4 were sent"):
+        convert(broken(prompt, prompt_tokens=5), prompt)
+
+
+def test_a_reply_without_the_expected_fields(prompt):
+    with pytest.raises(RolloutError, match="lacks 'meta_info'"):
+        convert({"text": ""}, prompt)
