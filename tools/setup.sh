@@ -76,7 +76,7 @@ make_env() {
     rm -rf -- "$env"
     : >"$log"
     logged "creating a virtual environment" "$base" -m venv "$env" || fail "venv failed; see $log"
-    pip=("$env/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off)
+    pip=("$env/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off --no-compile)
     logged "installing $(grep -c '==' "$lock") locked packages (several GB; minutes)" "${pip[@]}" --no-deps -r "$lock" \
         || { tail -n 15 "$log" >&2; fail "pip failed; the whole log is $log. Run the set-up again to retry"; }
     if [[ $kind == gpu ]]; then install_gpu; fi

@@ -4,7 +4,8 @@ A local Ray has no dashboard, a small object store (groups of rollouts are a few
 possible: its actors supervise processes and score answers, they do not compete for cores. Every actor therefore asks for
 zero CPUs; only GPUs are counted.
 
-Invariant: what `ray_running` started is gone when it ends, also after Ctrl-C, including its files.
+Invariant: what `ray_running` started is gone when it ends, also after Ctrl-C, including its files. If this process is killed,
+the kernel ends Ray and all actors with it (two helper processes of Ray notice within two minutes); the next run removes the files.
 """
 
 import logging
@@ -24,6 +25,7 @@ from moerl.errors import ConfigError
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _OBJECT_STORE_BYTES = 200 * 2**20
 _CONNECT_TIMEOUT_S = 10.0
+_FOLDER, _PREFIX = "/tmp", "moerl-ray-"
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ def _check_reachable(address: str) -> None:
 
 
 def _local(gpus: Sequence[str]) -> Iterator[Runtime]:
+    _sweep()
     # Ray's sockets live below this folder, and their paths may not exceed 107 characters.
-    folder = tempfile.mkdtemp(prefix="moerl-ray-", dir="/tmp")
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_FOLDER)
     variables = {"PYTHONPATH": _python_path(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -105,6 +108,14 @@ def _local(gpus: Sequence[str]) -> Iterator[Runtime]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Remove the folders of processes that were killed before they could do it themselves."""
+    for folder in Path(_FOLDER).glob(f"{_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def engine_gpus(visible: Sequence[str], trainer_ranks: int, needed: int) -> list[str]:

@@ -164,16 +164,15 @@ def gather_bucket(
         WaitTimeout, ReshardError: a peer did not answer in time, or is gone.
     """
     rank, _ = rank_and_world()
-    senders = sorted({source.rank for slot in bucket.slots for source in plan.sources[slot.entry.megatron]})
+    manifests = _manifests(plan, bucket)
     if rank != 0:
-        if rank in senders:
-            _wait([dist.isend(_pack(_manifest(plan, bucket, rank), shards, device), 0)], [f"rank {rank} to send to rank 0"], deadline)
+        if rank in manifests:
+            _wait([dist.isend(_pack(manifests[rank], shards, device), 0)], [f"rank {rank} to send to rank 0"], deadline)
         return None
     flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
     views: dict[str, list[torch.Tensor]] = {}
     for slot, view in bucket.views(flat):
         views.setdefault(slot.entry.megatron, []).append(view)
-    manifests = {sender: _manifest(plan, bucket, sender) for sender in senders}
     incoming = {
         sender: torch.empty(_size(manifest), dtype=torch.uint8, device=device) for sender, manifest in manifests.items() if sender != 0
     }
@@ -207,18 +206,19 @@ def gather_hf(
                 yield slot.name, view
 
 
-def _manifest(plan: GatherPlan, bucket: Bucket, rank: int) -> list[_Piece]:
-    """What `rank` sends for this bucket, in the same order and at the same offsets on both sides."""
-    pieces, offset = [], 0
+def _manifests(plan: GatherPlan, bucket: Bucket) -> dict[int, list[_Piece]]:
+    """What every sending rank sends for this bucket, in the same order and at the same offsets on both sides."""
+    manifests: dict[int, list[_Piece]] = {}
+    ends: dict[int, int] = {}
     for slot in bucket.slots:
         if slot.part:
             continue
         sources = plan.sources[slot.entry.megatron]
         for index, source in enumerate(sources):
-            if source.rank == rank:
-                pieces.append(_Piece(slot.entry, index, len(sources), source.shape, slot.dtype, offset))
-                offset += -(-prod(source.shape) * slot.dtype.itemsize // _ALIGN) * _ALIGN
-    return pieces
+            offset = ends.get(source.rank, 0)
+            manifests.setdefault(source.rank, []).append(_Piece(slot.entry, index, len(sources), source.shape, slot.dtype, offset))
+            ends[source.rank] = offset + -(-prod(source.shape) * slot.dtype.itemsize // _ALIGN) * _ALIGN
+    return manifests
 
 
 def _size(manifest: list[_Piece]) -> int:

@@ -139,9 +139,10 @@ class WeightSync:
         with progress.phase("join", "joining the group shared with the engines"):
             self._join(deadline)
             self._all(deadline, "pause", mode="abort")
-        progress.stage, progress.fenced = "opening the update", True
-        self._link.fence()
-        self._all(deadline, "begin_update")
+        with progress.phase("commit", "opening the update"):
+            progress.fenced = True
+            self._link.fence()
+            self._all(deadline, "begin_update")
         for number, bucket in enumerate(self._buckets, 1):
             with progress.phase("gather", f"gathering bucket {number} of {len(self._buckets)}"):
                 self._announce(None)

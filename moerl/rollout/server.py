@@ -7,17 +7,21 @@ server is healthy only after a probe request has come back with valid routes and
 kills the server when the process that started it dies, and every process of its group is gone after `stop`.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +194,7 @@ class EngineServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._port = port
         self._log_start = 0
+        self._scratch: Path | None = None
 
     @property
     def url(self) -> str:
@@ -212,6 +217,10 @@ class EngineServer:
         )
         env = environment(self.engine, self.device)
         self._port = port
+        # SGLang leaves its sockets behind in the temporary folder: it gets one of its own, removed by stop().
+        self._remove_scratch()
+        self._scratch = Path(tempfile.mkdtemp(prefix="moerl-engine-"))
+        env["TMPDIR"] = str(self._scratch)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
@@ -254,12 +263,14 @@ class EngineServer:
         if code is None:
             state = "was not started" if self.process is None else "is still running"
         elif code < 0:
-            state = f"was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
+            state = f"was killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                state += " (SGLang does this to itself when one of its processes fails, the kernel for lack of memory)"
         else:
             state = f"exited with code {code}"
         return EngineError(f"the engine on port {self._port} {state}; the end of its log {self.log_path}:\n{self._log_tail()}")
 
-    def stop(self, grace_s: float = 3.0) -> None:
+    def stop(self, grace_s: float = 2.0) -> None:
         """End the server and every process of its group: SIGTERM, then SIGKILL to what is left after `grace_s` seconds.
 
         Raises:
@@ -268,14 +279,23 @@ class EngineServer:
         if self.process is None:
             return
         group = self.process.pid
-        for signal_, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
-            _signal_group(group, signal_)
+        # The main process alone goes first: Python's resource tracker then sees its end, removes semaphores and leaves.
+        steps = ((os.killpg, signal.SIGTERM, grace_s), (os.kill, signal.SIGKILL, 1.0), (os.killpg, signal.SIGKILL, 10.0))
+        left = self._left(group)
+        for send, signal_, wait_s in steps:
             deadline = time.monotonic() + wait_s
+            if left:
+                _signal(send, group, signal_)
             while (left := self._left(group)) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            if not left:
-                return
-        raise EngineError(f"processes {left} of the engine on port {self._port} survived SIGKILL")
+        if left:
+            raise EngineError(f"processes {left} of the engine on port {self._port} survived SIGKILL")
+        self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
 
     def _left(self, group: int) -> list[int]:
         self.process.poll()
@@ -349,11 +369,10 @@ def _free_port(wanted: int | None) -> int:
         return probe.getsockname()[1]
 
 
-def _signal_group(group: int, signal_: signal.Signals) -> None:
-    try:
-        os.killpg(group, signal_)
-    except ProcessLookupError:
-        return
+def _signal(send: Callable[[int, int], None], target: int, signal_: signal.Signals) -> None:
+    """`send` is os.kill or os.killpg; a target that is already gone is fine."""
+    with contextlib.suppress(ProcessLookupError):
+        send(target, signal_)
 
 
 def _group_members(group: int) -> list[int]:

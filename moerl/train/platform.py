@@ -113,6 +113,10 @@ def _disable_dynamo() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read by torch when Megatron decorates its functions with torch.compile
 
 
+def _kernel_cache() -> None:
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "16384"  # read by oneDNN at its first multiplication
+
+
 def _rng() -> None:
     """One generator serves both names; Megatron saves and restores its state by value, which is all it needs."""
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
@@ -262,6 +266,9 @@ def _uneven_collectives() -> None:
 
 PATCHES: tuple[Patch, ...] = (
     Patch("dynamo", "the first step compiles for seconds what runs in milliseconds", _disable_dynamo),
+    Patch(
+        "kernel_cache", "bfloat16 kernels, one per expert load, push each other out of a cache of 1024 and are built again", _kernel_cache
+    ),
     Patch("rng", "torch.cuda.get_rng_state has no device to ask", _rng),
     Patch("current_device", "buffers of embedding, attention and router are put on torch.cuda.current_device()", _current_device),
     Patch("factories", 'literal device="cuda" in schedules, optimizer and gradient clipping', _factories),

@@ -19,7 +19,15 @@ ROOT = HERE.parent.parent
 
 def launch(processes: int, script: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess:
     """Run `script` of this folder under torchrun; the whole process group is gone when this returns."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(HERE / script), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        str(HERE / script),
+        *arguments,
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT, start_new_session=True

@@ -91,7 +91,9 @@ def reduce_everywhere(model) -> None:
     from megatron.core.distributed import finalize_model_grads
 
     for chunk in model:
-        chunk.config.finalize_model_grads_func = lambda *args, **kwargs: finalize_model_grads(*args, **(kwargs | {"force_all_reduce": True}))
+        chunk.config.finalize_model_grads_func = lambda *args, **kwargs: finalize_model_grads(
+            *args, **(kwargs | {"force_all_reduce": True})
+        )
 
 
 def summed(results, name: str, ranks) -> float:

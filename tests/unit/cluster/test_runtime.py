@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moerl.cluster import runtime
 from moerl.cluster.runtime import PACKAGE_ROOT, engine_gpus, ray_running
 from moerl.errors import ConfigError
 
@@ -50,6 +51,17 @@ def test_a_local_ray_leaves_no_folder_and_no_variable_behind():
     )
     assert done.returncode == 0, done.stderr
     assert not Path(done.stdout.strip().splitlines()[-1]).exists()
+
+
+def test_folders_of_killed_processes_are_removed_and_others_are_kept(tmp_path, monkeypatch):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    stale, ours, foreign = (tmp_path / f"moerl-ray-{name}" for name in (f"{ended.pid}-a", f"{os.getpid()}-b", "other"))
+    for folder in (stale, ours, foreign):
+        (folder / "session").mkdir(parents=True)
+    monkeypatch.setattr(runtime, "_FOLDER", str(tmp_path))
+    runtime._sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ours.name, foreign.name])
 
 
 def test_an_address_without_a_cluster_is_a_setting_error():

@@ -152,7 +152,10 @@ def test_stop_ends_the_whole_group_even_if_it_ignores_sigterm(tmp_path, monkeypa
     while "child" not in engine.log_path.read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(server._group_members(engine.process.pid)) == 2
+    scratch = engine._scratch
+    assert scratch.is_dir()
     engine.stop(0.3)
+    assert not scratch.exists()
     assert server._group_members(engine.process.pid) == []
     assert not engine.alive()
     engine.stop(0.3)
@@ -186,3 +189,24 @@ def test_the_server_dies_with_the_process_that_started_it(tmp_path):
     while server._group_members(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert server._group_members(child) == []
+
+
+def info(**changes: object) -> dict:
+    state = {server.plugin.MARK: server.plugin.VERSION}
+    return {"enable_return_routed_experts": True, "internal_states": [state], "version": "0.5.23", "disable_radix_cache": True} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_return_routed_experts": False}, "runs without --enable-return-routed-experts"),
+        ({"internal_states": [{}]}, "runs without moerl's plugin .marks .None., expected 1"),
+        ({"internal_states": [{"moerl": 1}, {"moerl": 0}]}, "runs without moerl's plugin"),
+        ({"disable_radix_cache": False}, "disable_radix_cache = True has no effect"),
+    ],
+)
+def test_a_server_that_does_not_do_what_it_was_told_is_refused(tmp_path, changes, message):
+    engine = EngineServer("/m", Engine(device="cpu"), {"disable_radix_cache": True}, port=1, log_path=tmp_path / "log", seed=1)
+    engine._check_info(info())
+    with pytest.raises(EngineError, match=message):
+        engine._check_info(info(**changes))

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 UNPATCHED = """
 import json
+import time
 import torch
 from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
@@ -30,6 +31,22 @@ class OneOfOne:
 parameter = torch.nn.Parameter(torch.ones(2))
 parameter.grad = torch.ones(2)
 
+def rebuilds():
+    "1200 kernels that were all built once, against 1200 that were built just before."
+    torch.set_num_threads(1)
+    weight = torch.ones(32, 32, dtype=torch.bfloat16)
+    inputs = [torch.ones(rows, 32, dtype=torch.bfloat16) for rows in range(1, 1201)]
+    spent = []
+    for again in (False, False, True):
+        spent.append(0.0)
+        for rows in inputs:
+            if again:
+                rows @ weight
+            start = time.perf_counter()
+            rows @ weight
+            spent[-1] += time.perf_counter() - start
+    return "rebuilt" if spent[1] > 2 * spent[2] else ""
+
 def fails(function):
     try:
         function()
@@ -39,6 +56,7 @@ def fails(function):
 
 print(json.dumps({
     "dynamo": "compiles" if jit.jit_fuser is torch.compile else "",
+    "kernel_cache": rebuilds() if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "not used on this CPU",
     "rng": fails(torch.cuda.get_rng_state),
     "current_device": fails(torch.cuda.current_device),
     "factories": fails(lambda: torch.zeros([], dtype=torch.int, device="cuda")),
@@ -82,7 +100,8 @@ print(json.dumps({
 """
 
 TOO_LATE = """
-import megatron.core
+import sys
+sys.modules["megatron.core"] = sys
 from moerl.train import platform
 platform.install("cpu")
 """
@@ -90,7 +109,8 @@ platform.install("cpu")
 
 def run(code: str) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    env.pop("TORCHDYNAMO_DISABLE", None)
+    for name in ("TORCHDYNAMO_DISABLE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        env.pop(name, None)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
 
 

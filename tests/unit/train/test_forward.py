@@ -1,0 +1,268 @@
+"""Packed passes against transformers and against themselves; the optimizer against torch's AdamW; all in one process."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from moerl.config.schema import Config
+from moerl.convert.tiny import tiny_config, write_tiny
+from moerl.errors import ConfigError, TrainError
+from moerl.models.spec import ModelSpec
+from moerl.routing.replay import RouteReplay
+from moerl.routing.trace import Layout
+from moerl.train import megatron, weights
+from moerl.train.batch import Microbatch
+from moerl.train.forward import compute_logprobs, forward_backward
+
+YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+PASSES: dict[str, Any] = {"temperature": 1.0, "fp32_head": True}
+
+
+class Setup(NamedTuple):
+    spec: ModelSpec
+    folder: Path
+    ranks: megatron.Ranks
+
+    def config(self, **train: Any) -> Config:
+        return Config(model={"path": str(self.folder)}, train={"dtype": "float32", "device": "cpu"} | train)
+
+    def model(self, config: Config | None = None, *, trainable: bool = True) -> list[torch.nn.Module]:
+        model = megatron.build_model(self.spec, config or self.config(), self.ranks, trainable=trainable)
+        weights.load_hf(model, self.spec, self.folder, self.ranks)
+        return model
+
+    def replay(self, model: list[torch.nn.Module]) -> RouteReplay:
+        return RouteReplay(model, Layout(self.spec.moe_layers, self.spec.experts, self.spec.topk))
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forward")
+    config = tiny_config(hidden=64, layers=4, experts=16, topk=4, groups=4, group_topk=2, expert_width=32, initializer_range=0.1)
+    spec = write_tiny(folder, config | {"rope_scaling": YARN}, seed=7)
+    defaults = Config(model={"path": str(folder)}, train={"device": "cpu"})
+    yield Setup(spec, folder, megatron.initialise(defaults.parallel, defaults.train, seed=1))
+    megatron.shutdown()
+
+
+def packed(lengths: list[int], seed: int = 0) -> Microbatch:
+    rng = np.random.default_rng(seed)
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    total = int(ends[-1])
+    return Microbatch(
+        tokens=rng.integers(0, 16, total),
+        labels=rng.integers(0, 16, total),
+        positions=np.concatenate([np.arange(length) for length in lengths]),
+        cu_seqlens=ends,
+        loss_mask=(rng.random(total) < 0.7).astype(np.float32),
+        routes=None,
+        real=np.ones(total, bool),
+    )
+
+
+def rows(microbatch: Microbatch, start: int, stop: int) -> Microbatch:
+    cut = {name: getattr(microbatch, name)[start:stop] for name in ("tokens", "labels", "positions", "loss_mask", "real")}
+    return replace(microbatch, cu_seqlens=np.array([0, stop - start], np.int32), **cut)
+
+
+def loss(outputs, local):
+    total = -(outputs.logprobs * local.loss_mask).sum()
+    return total, local.loss_mask.sum(), {"loss": total}
+
+
+def gradient(model: list[torch.nn.Module]) -> torch.Tensor:
+    return torch.cat([parameter.main_grad.flatten() for chunk in model for parameter in chunk.parameters()])
+
+
+def test_equals_transformers(setup):
+    from transformers import AutoModelForCausalLM
+
+    model, microbatch = setup.model(trainable=False), packed([7, 40, 12, 9, 1])
+    logprobs, routes = compute_logprobs(model, [microbatch], setup.ranks, recorder=setup.replay(model), **PASSES)[0]
+    reference = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=torch.float32, attn_implementation="eager").eval()
+    chosen = {layer: [] for layer in setup.spec.moe_layers}
+    for layer, seen in chosen.items():
+        gate = reference.model.layers[layer].mlp.gate
+        gate.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output[2].numpy()))
+    expected = []
+    with torch.no_grad():
+        for start, stop in pairwise(microbatch.cu_seqlens):
+            scores = reference(torch.tensor(microbatch.tokens[None, start:stop])).logits[0].float().log_softmax(-1)
+            expected.append(scores.gather(1, torch.tensor(microbatch.labels[start:stop, None]))[:, 0].numpy())
+    np.testing.assert_allclose(logprobs, np.concatenate(expected), atol=1e-5)
+    for index, layer in enumerate(setup.spec.moe_layers):
+        assert np.array_equal(np.sort(routes[:, index], -1), np.sort(np.concatenate(chosen[layer]), -1)), f"layer {layer}"
+
+
+def test_packed_equals_one_by_one(setup):
+    model, microbatch = setup.model(trainable=False), packed([5, 1, 33, 8, 8, 17])
+    together = compute_logprobs(model, [microbatch], setup.ranks, **PASSES)[0][0]
+    alone = [rows(microbatch, start, stop) for start, stop in pairwise(microbatch.cu_seqlens)]
+    apart = np.concatenate([logprobs for logprobs, _ in compute_logprobs(model, alone, setup.ranks, **PASSES)])
+    np.testing.assert_allclose(together, apart, atol=1e-5)
+
+
+def test_split_into_microbatches_gives_the_same_gradient(setup):
+    model, microbatch = setup.model(), packed([5, 9, 14, 6])
+    whole = forward_backward(model, [microbatch], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    expected = gradient(model)
+    middle = int(microbatch.cu_seqlens[2])
+    second = replace(rows(microbatch, middle, microbatch.size), cu_seqlens=microbatch.cu_seqlens[2:] - middle)
+    first = replace(rows(microbatch, 0, middle), cu_seqlens=microbatch.cu_seqlens[:3])
+    split = forward_backward(model, [first, second], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    assert sum(float(part["loss"]) for part in split) == pytest.approx(float(whole[0]["loss"]), rel=1e-6)
+    assert (gradient(model) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_gradient_is_per_token(setup):
+    """Against plain autograd on the mean loss."""
+    model, microbatch = setup.model(), packed([6, 11])
+    forward_backward(model, [microbatch], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    head = megatron.unwrap(model[0]).output_layer.weight
+    got, step = head.main_grad[3, 5].item(), 1e-2
+    means = []
+    for shift in (step, -step):
+        with torch.no_grad():
+            head[3, 5] += shift
+        logprobs = compute_logprobs(model, [microbatch], setup.ranks, **PASSES)[0][0]
+        means.append(-(logprobs.astype(np.float64) * microbatch.loss_mask).sum() / microbatch.loss_mask.sum())
+        with torch.no_grad():
+            head[3, 5] -= shift
+    assert got == pytest.approx((means[0] - means[1]) / (2 * step), rel=1e-2)
+
+
+def test_the_same_step_twice_is_bit_identical(setup):
+    outcomes = []
+    for _ in range(2):
+        model, config = setup.model(), setup.config()
+        optimizer = megatron.build_optimizer(model, config)
+        losses = []
+        for step in range(2):
+            results = forward_backward(model, [packed([9, 12, 5], seed=step)], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+            losses += [float(results[0]["loss"]), megatron.optimizer_step(optimizer, 1e-3)]
+        outcomes.append((losses, gradient(model)))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_equal_torch_adamw(setup, dtype):
+    config = setup.config(dtype=dtype, weight_decay=0.1, grad_clip=0.5, adam_beta2=0.9)
+    model = setup.model(config)
+    optimizer = megatron.build_optimizer(model, config)
+    parameters = dict(model[0].named_parameters())
+    masters = {name: parameter.detach().float().clone().requires_grad_() for name, parameter in parameters.items()}
+    decayed = [master for master in masters.values() if master.ndim > 1]
+    plain = [master for master in masters.values() if master.ndim == 1]
+    reference = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.9))
+    for step, lr in enumerate((1e-3, 5e-4)):
+        forward_backward(model, [packed([9, 12, 5], seed=step)], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+        for name, master in masters.items():
+            master.grad = parameters[name].main_grad.float().clone()
+        for group in reference.param_groups:
+            group["lr"] = lr
+        expected_norm = torch.nn.utils.clip_grad_norm_(masters.values(), 0.5)
+        reference.step()
+        norm = megatron.optimizer_step(optimizer, lr)
+        assert norm == pytest.approx(float(expected_norm), rel=1e-5)
+        assert norm > 0.5, "clipping must be active for this test to say anything"
+    for name, master in masters.items():
+        difference = (parameters[name].detach().float() - master.detach().to(parameters[name].dtype).float()).abs().max()
+        assert difference < (2e-6 if dtype == "float32" else 1e-2), name
+        if dtype == "bfloat16" and parameters[name].requires_grad and hasattr(parameters[name], "main_param"):
+            torch.testing.assert_close(parameters[name].main_param, master.detach().flatten(), atol=2e-6, rtol=0)
+
+
+def test_a_non_finite_gradient_is_refused_and_changes_nothing(setup):
+    config = setup.config()
+    model = setup.model(config)
+    optimizer = megatron.build_optimizer(model, config)
+    before = [parameter.detach().clone() for parameter in model[0].parameters()]
+
+    def poisoned(outputs, local):
+        total, tokens, metrics = loss(outputs, local)
+        return total * float("nan"), tokens, metrics
+
+    forward_backward(model, [packed([6, 6])], setup.ranks, loss_fn=poisoned, replay=None, **PASSES)
+    with pytest.raises(TrainError, match="gradient norm is nan"):
+        megatron.optimizer_step(optimizer, 1e-3)
+    assert all(torch.equal(old, new) for old, new in zip(before, model[0].parameters(), strict=True))
+    forward_backward(model, [packed([6, 6])], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    assert megatron.optimizer_step(optimizer, 1e-3) > 0
+
+
+def test_temperature_flattens_the_distribution(setup):
+    model, microbatch = setup.model(trainable=False), packed([8, 8])
+    hot = compute_logprobs(model, [microbatch], setup.ranks, temperature=100.0, fp32_head=True)[0][0]
+    assert np.abs(hot + np.log(16)).max() < 0.05
+
+
+def test_head_without_float32_is_close(setup):
+    model, microbatch = setup.model(trainable=False), packed([8, 8])
+    exact = compute_logprobs(model, [microbatch], setup.ranks, temperature=0.8, fp32_head=True)[0][0]
+    plain = compute_logprobs(model, [microbatch], setup.ranks, temperature=0.8, fp32_head=False)[0][0]
+    np.testing.assert_allclose(exact, plain, atol=1e-5)
+
+
+def test_the_router_bias_moves_only_when_asked(setup):
+    for rate, moves in ((0.0, False), (0.01, True)):
+        model = setup.model(setup.config(expert_bias_update_rate=rate))
+        forward_backward(model, [packed([30, 30])], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+        bias = megatron.unwrap(model[0]).decoder.layers[1].mlp.router.expert_bias
+        assert bool(bias.abs().max() > 0) is moves
+
+
+def test_no_microbatches_is_an_error(setup):
+    with pytest.raises(TrainError, match="positive multiple of 1 here, got 0"):
+        compute_logprobs(setup.model(trainable=False), [], setup.ranks, **PASSES)
+
+
+def test_lengths_that_cannot_be_cut_are_an_error(setup):
+    with pytest.raises(TrainError, match=r"multiples of 8 here, got \[3, 12\]"):
+        compute_logprobs(setup.model(trainable=False), [packed([3, 12, 8])], replace(setup.ranks, cp=(0, 2), tp=(0, 2)), **PASSES)
+
+
+def test_missing_routes_are_an_error(setup):
+    model = setup.model()
+    with pytest.raises(TrainError, match="microbatch 0 carries no routes"):
+        forward_backward(model, [packed([4])], setup.ranks, loss_fn=loss, replay=setup.replay(model), **PASSES)
+
+
+def test_an_unknown_megatron_option_is_a_config_error(setup):
+    config = Config(model={"path": str(setup.folder)}, train={"device": "cpu"}, megatron={"hiden_dropout": 0.1, "zzz": 1})
+    with pytest.raises(ConfigError) as error:
+        megatron.build_model(setup.spec, config, setup.ranks)
+    assert len(error.value.violations) == 2
+
+
+def test_an_option_that_megatron_refuses_is_a_config_error(setup):
+    config = Config(model={"path": str(setup.folder)}, train={"device": "cpu"}, megatron={"recompute_granularity": "sometimes"})
+    with pytest.raises(ConfigError, match="Megatron refuses"):
+        megatron.build_model(setup.spec, config, setup.ranks)
+
+
+def test_a_world_that_does_not_factor_shows_the_product():
+    parallel = Config(model={"path": "x"}, parallel={"tp": 2, "pp": 3, "ep": 4}).parallel
+    with pytest.raises(ConfigError) as error:
+        megatron.check_world(parallel, 8)
+    assert "tp * pp * cp = 2 * 3 * 1 = 6" in str(error.value)
+    assert "etp * ep * pp = 1 * 4 * 3 = 12" in str(error.value)
+    megatron.check_world(parallel, 12)
+
+
+def test_virtual_stages_need_pipeline_parallelism():
+    with pytest.raises(ConfigError, match=r"parallel\.vpp = 2 needs pipeline parallelism"):
+        megatron.check_world(Config(model={"path": "x"}, parallel={"vpp": 2}).parallel, 1)
