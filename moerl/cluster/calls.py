@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from moerl.errors import EngineError, MoerlError
 
@@ -58,9 +58,8 @@ class Calls:
             raise own_error(error, f"{self._names[i]}: {self._method}") from error
 
 
-def own_error(error: RayError, what: str) -> MoerlError:
+def own_error(error: RayTaskError, what: str) -> MoerlError:
     """The error that an actor raised on purpose, or an EngineError that quotes what it raised otherwise."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, MoerlError):
-        return cause
-    return EngineError(f"{what} failed unexpectedly: {cause if cause is not None else error}")
+    if isinstance(error.cause, MoerlError):
+        return error.cause
+    return EngineError(f"{what} failed unexpectedly: {error}")

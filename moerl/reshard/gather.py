@@ -10,6 +10,7 @@ same error everywhere; replicas are sent once, by their lowest rank; slices are 
 than one bucket and its parts besides the live parameters.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -96,15 +97,15 @@ def plan_gather(shards: Sequence[Shard], spec: ModelSpec) -> GatherPlan:
 
 
 def _choose(everyone: list[list[Signature]], spec: ModelSpec) -> tuple[dict[str, tuple[Source, ...]], list[str]]:
-    found: dict[str, dict[tuple[int, int], Source]] = {}
+    found: defaultdict[str, dict[tuple[int, int], Source]] = defaultdict(dict)
     for rank, held in enumerate(everyone):
         for name, index, parts, shape in held:
-            found.setdefault(name, {}).setdefault((index, parts), Source(rank, shape))
+            found[name].setdefault((index, parts), Source(rank, shape))
     known = {entry.megatron for entry in spec.entries()}
     problems = [f"{name}: surplus, this model has no such weight" for name in found if name not in known]
     sources = {}
     for entry in weights(spec):
-        slices = found.get(entry.megatron, {})
+        slices = found[entry.megatron]
         if problem := _slice_problem(entry, slices):
             problems.append(f"{entry.megatron}: {problem}")
         sources[entry.megatron] = tuple(slices[key] for key in sorted(slices))
@@ -177,7 +178,7 @@ def gather_bucket(
         sender: torch.empty(_size(manifest), dtype=torch.uint8, device=device) for sender, manifest in manifests.items() if sender != 0
     }
     works = [dist.irecv(buffer, sender) for sender, buffer in incoming.items()]
-    for piece in manifests.get(0, ()):
+    for piece in manifests[0]:
         _place(piece, shards[piece.entry.megatron].tensor.detach(), views)
     _wait(works, [f"rank {sender} to send its part of a bucket" for sender in incoming], deadline)
     for sender, buffer in incoming.items():
@@ -206,17 +207,17 @@ def gather_hf(
                 yield slot.name, view
 
 
-def _manifests(plan: GatherPlan, bucket: Bucket) -> dict[int, list[_Piece]]:
+def _manifests(plan: GatherPlan, bucket: Bucket) -> defaultdict[int, list[_Piece]]:
     """What every sending rank sends for this bucket, in the same order and at the same offsets on both sides."""
-    manifests: dict[int, list[_Piece]] = {}
-    ends: dict[int, int] = {}
+    manifests: defaultdict[int, list[_Piece]] = defaultdict(list)
+    ends: Counter[int] = Counter()
     for slot in bucket.slots:
         if slot.part:
             continue
         sources = plan.sources[slot.entry.megatron]
         for index, source in enumerate(sources):
-            offset = ends.get(source.rank, 0)
-            manifests.setdefault(source.rank, []).append(_Piece(slot.entry, index, len(sources), source.shape, slot.dtype, offset))
+            offset = ends[source.rank]
+            manifests[source.rank].append(_Piece(slot.entry, index, len(sources), source.shape, slot.dtype, offset))
             ends[source.rank] = offset + -(-prod(source.shape) * slot.dtype.itemsize // _ALIGN) * _ALIGN
     return manifests
 

@@ -84,9 +84,10 @@ class Agreement:
 class _Pass:
     """What is known about one pass while it runs. Keys are (microbatch, MoE index)."""
 
-    routes: Sequence[torch.Tensor] | None
-    real: Sequence[torch.Tensor] | None
-    microbatches: int | None = None
+    microbatches: int
+    routes: Sequence[torch.Tensor] | None = None
+    real: Sequence[torch.Tensor] = ()
+    counts: Sequence[int] = ()
     forward: Counter[tuple[int, int]] = field(default_factory=Counter)
     recomputed: Counter[tuple[int, int]] = field(default_factory=Counter)
     agreeing: list[torch.Tensor] = field(default_factory=list)
@@ -155,7 +156,7 @@ class RouteReplay:
         Raises:
             ReplayError: on leaving, if some routes were not used exactly once.
         """
-        state = _Pass(routes, real, len(routes))
+        state = _Pass(len(routes), routes, real, [int(rows.sum()) for rows in real])
         with self._hooked(state, "REPLAY_FORWARD"):
             yield
         agreeing = int(torch.stack(state.agreeing).sum()) if state.agreeing else 0
@@ -165,7 +166,7 @@ class RouteReplay:
     @contextlib.contextmanager
     def recorded(self, microbatches: int) -> Iterator[Natural]:
         """Within, one forward pass chooses by itself and leaves its choice in the yielded object."""
-        state = _Pass(None, None, microbatches)
+        state = _Pass(microbatches)
         with self._hooked(state, "RECORD"):
             yield Natural(state, self.moe_indices)
         self._check_uses(state)
@@ -229,6 +230,6 @@ def _hooks(state: _Pass, index: int, position: int, router: "TopKRouter") -> tup
         real, routing_map = state.real[microbatch], output[1]
         held = routing_map.gather(1, state.routes[microbatch][:, position]).all(dim=1) & (routing_map.sum(dim=1) == router.topk)
         state.agreeing.append((held & real).sum())
-        state.total += int(real.sum())
+        state.total += state.counts[microbatch]
 
     return before, after

@@ -23,6 +23,9 @@ from moerl.errors import ConfigError, TrainError
 from moerl.models.spec import ModelSpec
 from moerl.train import platform
 
+_PIPELINE_OPTIONS = {"pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"}
+"""With any of these in `[megatron]` the user spreads the layers; otherwise we do."""
+
 _joins = itertools.count()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -198,8 +201,8 @@ def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "sequence_parallel": parallel.tp > 1,
-        # All microbatches of a step are padded to one size instead (`forward`). With two interleaved stages, sends and receives
-        # between the same two ranks pair up in the wrong order when they are batched, and an exchange of shapes is.
+        # Microbatches are padded to one size instead (`forward`). With two interleaved stages, batched sends and receives between
+        # the same two ranks pair up in the wrong order, silently; an exchange of shapes is always batched.
         "variable_seq_lengths": False,
         "batch_p2p_comm": ranks.device == "cuda" and not (parallel.pp == 2 and parallel.vpp > 1),
         "calculate_per_token_loss": True,
@@ -213,8 +216,8 @@ def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
         "moe_enable_routing_replay": True,
         "bias_activation_fusion": engine,
     }
-    if layout := _uneven_layout(spec.layers, parallel):
-        options["pipeline_model_parallel_layout"] = layout
+    if not _PIPELINE_OPTIONS & config.megatron.keys():
+        options["pipeline_model_parallel_layout"] = _uneven_layout(spec.layers, parallel)
     options |= config.megatron
     known = {field.name for field in fields(MLATransformerConfig)}
     if unknown := sorted(set(config.megatron) - known):
@@ -272,6 +275,7 @@ def build_model(spec: ModelSpec, config: Config, ranks: Ranks, *, trainable: boo
             position_embedding_type="rope",
             vp_stage=stage,
         )
+        # The head masks the columns beyond it (`forward`).
         chunk.moerl_vocab_size = spec.vocab_size
         chunks.append(chunk.to(ranks.torch_device))
     for router in (router for chunk in chunks for router in routers(chunk)):

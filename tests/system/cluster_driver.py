@@ -32,7 +32,7 @@ def say(**facts):
 
 
 def descendants():
-    """Ids of all living processes below this one, with reparented ones found by their session's environment left out."""
+    """Ids of all living processes below this one."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

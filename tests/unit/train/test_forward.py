@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from moerl.config.schema import Config
 from moerl.convert.tiny import tiny_config, write_tiny
@@ -83,13 +84,33 @@ def loss(outputs, local):
     return total, local.loss_mask.sum(), {"loss": total}
 
 
+def unsettle(folder: Path) -> None:
+    """Give norms and router biases values that matter."""
+    tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1:
+            tensors[name] = tensor + 0.1 * rng.standard_normal(tensor.shape).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def gradient(model: list[torch.nn.Module]) -> torch.Tensor:
     return torch.cat([parameter.main_grad.flatten() for chunk in model for parameter in chunk.parameters()])
 
 
-def test_equals_transformers(setup):
+VARIANTS = {
+    "yarn": {"rope_scaling": YARN, "routed_scaling_factor": 2.5},
+    "plain rope, uncompressed queries": {"rope_scaling": None, "q_lora_rank": None},
+    "two dense layers, one group": {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_transformers(setup, tmp_path, variant):
     from transformers import AutoModelForCausalLM
 
+    config = tiny_config(hidden=64, layers=4, experts=16, topk=4, groups=4, group_topk=2, expert_width=32, initializer_range=0.1)
+    setup = setup._replace(spec=write_tiny(tmp_path, config | VARIANTS[variant], seed=7), folder=tmp_path)
+    unsettle(tmp_path)
     model, microbatch = setup.model(trainable=False), packed([7, 40, 12, 9, 1])
     logprobs, routes = compute_logprobs(model, [microbatch], setup.ranks, recorder=setup.replay(model), **PASSES)[0]
     reference = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=torch.float32, attn_implementation="eager").eval()
