@@ -48,7 +48,7 @@ def tiny_config(
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
+        "routed_scaling_factor": 2.5,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": 64,

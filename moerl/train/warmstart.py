@@ -2,9 +2,9 @@
 
     tiny_config --write_tiny--> random HF folder --our Megatron trainer, answers as labels--> HF folder at config.model.path
 
-The warm start uses the trainer's own passes, optimizer, loader and exporter, so it exercises them before RL does. It stops
-when greedy decoding would solve most held-out prompts, while an entropy bonus keeps sampling far from certain: that is the
-room in which RL learns. The folder is reused as long as the recipe that made it stays the same.
+The warm start uses the trainer's own passes, optimizer, loader and exporter, so it exercises them before RL does. In the
+end greedy decoding solves most held-out prompts, while an entropy bonus has kept sampling far from certain: that is the room
+in which RL learns. The folder is reused as long as the recipe that made it stays the same.
 """
 
 import functools
@@ -47,21 +47,28 @@ class Recipe:
     """How the warm start trains.
 
     Attributes:
-        target_greedy: stop when this share of held-out answers has every token above probability 1/2.
-        entropy_bonus: 0.4 puts the optimum at a probability of about 0.7 for the right one of 16 tokens.
-        expert_bias_update_rate: step of the router's correction bias, which balances the experts; 1e-3 is too slow here.
+        least_greedy: the warm start fails if fewer held-out answers have every token above probability 1/2 in the end.
+        lr_final_ratio: linear decay; without it the experts' changing choices keep accuracy from settling.
+        entropy_bonus: at 0.35 the optimum gives the right one of 16 tokens a probability of about 0.75.
+        expert_bias_update_rate: step of the router's correction bias. With 64 experts the scores around the eighth lie about
+            0.01 apart, so a larger step reshuffles the choice of most tokens every time.
     """
 
-    target_greedy: float = 0.88
-    min_steps: int = 50
-    max_steps: int = 700
+    steps: int = 400
+    least_greedy: float = 0.7
     evaluate_every: int = 25
     batch: int = 128
     lr: float = 2e-3
     lr_warmup_steps: int = 30
+    lr_final_ratio: float = 0.05
     adam_beta2: float = 0.98
-    entropy_bonus: float = 0.4
-    expert_bias_update_rate: float = 1e-2
+    weight_decay: float = 0.1
+    entropy_bonus: float = 0.35
+    expert_bias_update_rate: float = 2e-3
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of 1-based `step`: linear warm-up times linear decay."""
+        return self.lr * min(1.0, step / self.lr_warmup_steps) * (1.0 + (self.lr_final_ratio - 1.0) * step / self.steps)
 
 
 def make_tiny(config: Config, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -71,7 +78,7 @@ def make_tiny(config: Config, recipe: Recipe | None = None) -> dict[str, Any]:
         What the warm start measured: steps, seconds, greedy and sampled accuracy on held-out prompts.
 
     Raises:
-        TrainError: the target was not reached within `max_steps`.
+        TrainError: the model learned too little.
     """
     recipe = recipe or Recipe()
     folder, architecture = Path(config.model.path), tiny_config()
@@ -101,6 +108,7 @@ def _settings(config: Config, recipe: Recipe, path: str) -> Config:
         update={
             "dtype": "float32",
             "adam_beta2": recipe.adam_beta2,
+            "weight_decay": recipe.weight_decay,
             "expert_bias_update_rate": recipe.expert_bias_update_rate,
         }
     )
@@ -117,24 +125,20 @@ def _fit(
     rng, started = np.random.default_rng(settings.run.seed), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("warm start", total=recipe.max_steps, state="")
-        for step in range(1, recipe.max_steps + 1):
+        task = bar.add_task("warm start", total=recipe.steps, state="")
+        for step in range(1, recipe.steps + 1):
             chosen = rng.choice(len(train), recipe.batch, replace=len(train) < recipe.batch)
             micro = _pack([train[i] for i in chosen], settings, layout, ranks)
             forward_backward(model, micro, ranks, loss_fn=loss, replay=None, temperature=1.0, fp32_head=True)
-            megatron.optimizer_step(optimizer, recipe.lr * min(1.0, step / recipe.lr_warmup_steps))
-            if step % recipe.evaluate_every == 0:
+            megatron.optimizer_step(optimizer, recipe.lr_at(step))
+            if step % recipe.evaluate_every == 0 or step == recipe.steps:
                 greedy, sampled = accuracy(model, heldout, settings, layout, ranks)
-                seconds = time.monotonic() - started
-                state = f"step {step}: greedy {greedy:.2f}, sampled {sampled:.2f} on held-out prompts"
+                state = f"step {step}: held-out accuracy {greedy:.2f} greedy, {sampled:.2f} sampled"
                 bar.update(task, completed=step, state=state)
-                log.info("warm start %s (%.0f s)", state, seconds)
-                if greedy >= recipe.target_greedy and step >= recipe.min_steps:
-                    return {"steps": step, "seconds": round(seconds, 1), "greedy": greedy, "sampled": sampled}
-    raise TrainError(
-        f"the warm start reached greedy accuracy {greedy:.2f} in {recipe.max_steps} steps, not {recipe.target_greedy}; "
-        "try another run.seed, or an easier task"
-    )
+                log.info("warm start %s", state)
+    if greedy < recipe.least_greedy:
+        raise TrainError(f"the warm start reached greedy accuracy {greedy:.2f}, expected at least {recipe.least_greedy}; try another run.seed")
+    return {"steps": recipe.steps, "seconds": round(time.monotonic() - started, 1), "greedy": greedy, "sampled": sampled}
 
 
 def _loss(
