@@ -85,7 +85,7 @@ class RewardPool:
                 earliest = min(deadline for _, _, deadline in busy.values())
                 done, _ = ray.wait(list(busy), num_returns=1, timeout=max(0.0, earliest - time.monotonic()))
                 if not done:
-                    raise self._late([number for _, number, deadline in busy.values() if deadline <= time.monotonic()], groups)
+                    raise self._late([number for _, number, deadline in busy.values() if deadline <= earliest], groups)
                 worker, number, _ = busy.pop(done[0])
                 idle.append(worker)
                 rewards[number] = self._result(done[0], groups[number])

@@ -62,11 +62,10 @@ def model_problems(config: Config, spec: "ModelSpec") -> list[str]:
     parallel, hf = config.parallel, spec.hf_config
     problems = []
     stages = parallel.pp * parallel.vpp
-    uneven = ("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    if spec.layers % stages and not any(config.megatron.get(name) for name in uneven):
+    if spec.layers < stages:
         problems.append(
-            f"parallel: the model's {spec.layers} layers cannot be split evenly over pp {parallel.pp} x vpp {parallel.vpp} = {stages} "
-            "stages; choose sizes that divide them, or say how in megatron.pipeline_model_parallel_layout"
+            f"parallel: the model has {spec.layers} layers, fewer than pp {parallel.pp} x vpp {parallel.vpp} = {stages} stages; "
+            "lower pp or vpp"
         )
     if spec.experts % parallel.ep:
         problems.append(f"parallel.ep: the model's {spec.experts} experts cannot be split over {parallel.ep} ranks; choose a divisor")

@@ -18,6 +18,8 @@ from moerl.errors import EngineError
 
 _BODY_CHARACTERS = 2000
 _READ_ATTEMPTS = 4
+KEEP_ALIVE_S = 15.0
+"""How long an idle connection is kept. The server must keep it longer: one that closes it first can break a request under way."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -38,7 +40,7 @@ class EngineClient:
 
     async def __aenter__(self) -> Self:
         # One connection per request in flight: the engine queues requests itself, a pool limit would only hide that.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -25,11 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moerl.config.native import OWNED_SGLANG
 from moerl.config.schema import Engine
 from moerl.errors import ConfigError, EngineError, RolloutError, TraceError
 from moerl.models import read_spec
 from moerl.rollout import plugin
 from moerl.rollout.check import decode_routes
+from moerl.rollout.client import KEEP_ALIVE_S
 from moerl.routing.trace import Layout
 
 HOST = "127.0.0.1"
@@ -37,24 +39,6 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 30
 _POLL_S = 0.2
 _PROBE_TOKENS = [0, 1, 0]
-
-OWNED = {
-    "model_path": "set model.path",
-    "host": "engines listen on the loopback interface only",
-    "port": "ports are chosen per engine",
-    "device": "set engine.device",
-    "dtype": "set engine.dtype",
-    "tp_size": "set engine.tp",
-    "max_running_requests": "set engine.max_running_requests",
-    "max_total_tokens": "set engine.max_total_tokens",
-    "random_seed": "set run.seed",
-    "weight_version": "versions are counted by the trainer",
-    "enable_return_routed_experts": "routes are always recorded",
-    "enable_fp32_lm_head": "the head is always float32, as in the trainer",
-    "dp_size": "replicas inside one server refuse weight updates; set engine.count",
-    "pp_size": "pipeline stages lose the routes of later layers; set engine.tp",
-}
-"""`[sglang]` keys that moerl decides itself, and what to use instead."""
 
 # The kernel's parent-death signal survives exec, so the server needs no wrapper process and no code between fork and exec.
 _BOOTSTRAP = """
@@ -72,8 +56,8 @@ def command_line(model_path: str, engine: Engine, sglang: dict[str, Any], *, dev
     Raises:
         ConfigError: `[sglang]` sets options that moerl owns (all of them are listed).
     """
-    if owned := [name for name in sglang if name in OWNED]:
-        raise ConfigError([f"[sglang] {name} cannot be set: {OWNED[name]}" for name in owned])
+    if owned := [name for name in sglang if name in OWNED_SGLANG]:
+        raise ConfigError([f"[sglang] {name} cannot be set: {OWNED_SGLANG[name]}" for name in owned])
     options: dict[str, Any] = {
         "model_path": model_path,
         "host": HOST,
@@ -131,6 +115,7 @@ def environment(engine: Engine, device: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         # A health request must not generate: it would wait behind a pause and count as a request during an update.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(4 * KEEP_ALIVE_S)),
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device == "cpu":

@@ -111,7 +111,9 @@ class Trace:
             TraceError: other layers, experts or top-k.
         """
         if self.layout != layout:
-            raise TraceError(f"the trace was recorded from another model: it has {describe(self.layout)}, this model has {describe(layout)}")
+            raise TraceError(
+                f"the trace was recorded from another model: it has {describe(self.layout)}, this model has {describe(layout)}"
+            )
         return self
 
     def to_bytes(self) -> bytes:

@@ -13,6 +13,7 @@ def main(argv: list[str]) -> int:
         config, spec, options = prepare(argv, world=int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else 1)
         from moerl.train import platform
 
+        platform.quiet()
         platform.install(platform.pick_device(config.train.device))  # before anything imports Megatron
         from moerl.train.loop import train
 

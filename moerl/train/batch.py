@@ -7,7 +7,8 @@ another and each is padded to a multiple that context and sequence parallelism c
 sequence lands in exactly one microbatch of one data-parallel rank, and all ranks get the same number of microbatches.
 """
 
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import numpy as np

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
+
 def save(folder: Path, progress: Progress, model: list[torch.nn.Module], optimizer: Any, config: Config, spec: ModelSpec) -> Path:
     """Write and publish the checkpoint of `progress` under `folder`; collective. Older ones beyond `checkpoint.keep` are removed.
 
@@ -43,7 +44,11 @@ def save(folder: Path, progress: Progress, model: list[torch.nn.Module], optimiz
     dist.barrier()
     dist_checkpointing.save(_state_dict(model, optimizer, loading=False), writing, validate_access_integrity=True)
     if dist.get_rank() == 0:
-        state = {"progress": asdict(progress), "settings": settings_that_matter(config, spec), "ranks": rank_layout(config, dist.get_world_size())}
+        state = {
+            "progress": asdict(progress),
+            "settings": settings_that_matter(config, spec),
+            "ranks": rank_layout(config, dist.get_world_size()),
+        }
         (writing / "state.json").write_text(json.dumps(state, indent=2))
         shutil.rmtree(final, ignore_errors=True)
         writing.rename(final)

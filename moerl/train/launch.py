@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.config.load import load_config
+from moerl.config.rules import model_problems
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
 from moerl.models import ModelSpec, read_spec
@@ -61,13 +62,15 @@ def prepare(argv: list[str], world: int | None = None) -> tuple[Config, ModelSpe
         ConfigError, ModelError, CheckpointError: with every violation found.
     """
     options, rest = split_options(argv)
-    config = load_config(rest)
+    config = load_config(rest, world=world)
     spec = read_spec(config.model.path)
+    if problems := model_problems(config, spec):
+        raise ConfigError(problems)
     run_dir = Path(config.run.dir)
     if options.resume:
         progress.find(run_dir / "checkpoints", config, spec, world or config.parallel.nproc_per_node)
     elif (run_dir / "metrics.jsonl").exists() and not options.overwrite:
-        raise ConfigError(f"run.dir {run_dir} already holds a run: continue it with --resume, replace it with --overwrite, or choose another")
+        raise ConfigError(f"run.dir {run_dir} already holds a run; continue it with --resume, replace it with --overwrite, or change it")
     if options.rollouts is not None:
         rollout_folder(options.rollouts)
     return config, spec, options
@@ -78,7 +81,7 @@ def rollout_folder(path: Path) -> Path:
     for folder in (path / "rollouts", path):
         if any(folder.glob("step-*.rollout")):
             return folder
-    raise ConfigError(f"--rollouts {path}: no step-*.rollout in it or in its rollouts/; give the folder of a run that had rollout.save = true")
+    raise ConfigError(f"--rollouts {path}: no step-*.rollout in it or in its rollouts/; give the folder of a run with rollout.save = true")
 
 
 def main(argv: list[str]) -> int:
@@ -124,7 +127,8 @@ def describe(config: Config, spec: ModelSpec) -> str:
         (
             f"model    {config.model.path}: {spec.family}, {spec.layers} layers ({len(spec.moe_layers)} MoE), "
             f"{spec.experts} experts, top-{spec.topk}",
-            f"trainer  {config.parallel.nproc_per_node} ranks ({sizes}), {config.train.dtype}, replay {'on' if config.train.replay else 'off'}",
+            f"trainer  {config.parallel.nproc_per_node} ranks ({sizes}), {config.train.dtype}, "
+            f"replay {'on' if config.train.replay else 'off'}",
             f"engines  {config.engine.count} x tp{config.engine.tp}, {config.engine.dtype}",
             f"run      {config.train.steps} steps of {samples} samples into {config.run.dir}",
             "nothing was started (--dry-run)",
@@ -136,7 +140,7 @@ def _torchrun(config: Config, argv: list[str]) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launcher = ["torch.distributed.run", f"--nproc-per-node={config.parallel.nproc_per_node}", "--rdzv-backend=static"]
+    launcher = ["moerl.train.elastic", f"--nproc-per-node={config.parallel.nproc_per_node}", "--rdzv-backend=static"]
     launcher += ["--master-addr=127.0.0.1", f"--master-port={port}", "-m", "moerl.train"]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join((root, os.environ["PYTHONPATH"])) if "PYTHONPATH" in os.environ else root

@@ -17,8 +17,8 @@ from moerl.train import checkpoint
 from moerl.train.batch import Microbatch, pack, sequences
 from moerl.train.launch import Options
 from moerl.train.objective import group_advantages
-from moerl.train.source import rollout_metrics
 from moerl.train.run import Run, open_run
+from moerl.train.source import rollout_metrics
 from moerl.train.trainer import train_step
 
 

@@ -81,7 +81,8 @@ class Run:
 
     def _next_command(self) -> str:
         if isinstance(self.source, Live) and self.config.rollout.save:
-            return f"tools/moerl train @ {self.folder}/config.json --rollouts {self.folder} --run.dir {self.folder}-replayed   (same rollouts, no engine)"
+            folder = self.folder
+            return f"tools/moerl train @ {folder}/config.toml --rollouts {folder} --run.dir {folder}-again   (same rollouts, no engine)"
         return f"less {self.folder}/metrics.jsonl"
 
 
@@ -150,11 +151,12 @@ def _interruptible() -> Iterator[None]:
 
 
 def _facts(config: Config, spec: ModelSpec, world: int, at: Progress, options: Options) -> dict[str, Any]:
-    where = f"recorded in {options.rollouts}" if options.rollouts else f"{config.engine.count} SGLang engine(s), tp {config.engine.tp}, {config.engine.dtype}"
+    engine = config.engine
+    live = f"{engine.count} SGLang engine(s), tp {engine.tp}, {engine.dtype}"
     return {
         "model": f"{config.model.path} ({spec.family}, {len(spec.moe_layers)} MoE layers, {spec.experts} experts, top-{spec.topk})",
         "trainer": f"Megatron, {world} rank(s), {config.train.dtype}, replay {'on' if config.train.replay else 'off'}",
-        "rollouts": where,
+        "rollouts": f"recorded in {options.rollouts}" if options.rollouts else live,
         "task": f"{config.task.kind} {config.task.name or config.task.path}, reward {config.task.reward}",
         "run folder": f"{config.run.dir}" + (f", continued after step {at.step}" if at.step else ""),
     }
@@ -205,4 +207,3 @@ def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
         rows["effective sample size"] = found["ess"]
     rows["weight versions and checksums"] = "consistent" if found["versions_consistent"] else "INCONSISTENT"
     return rows
-

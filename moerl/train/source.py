@@ -22,6 +22,7 @@ from moerl.cluster.engines import EnginePool
 from moerl.cluster.rewards import RewardPool
 from moerl.cluster.runtime import engine_gpus, ray_running
 from moerl.config.schema import Config
+from moerl.config.show import to_toml
 from moerl.errors import EngineError
 from moerl.models import ModelSpec
 from moerl.rollout import store
@@ -97,9 +98,9 @@ class Recorded:
 
 
 def open_live(stack: ExitStack, config: Config, spec: ModelSpec, folder: Path, *, trainer_ranks: int) -> tuple[EnginePool, Live]:
-    """Start Ray, reward workers and engines; `stack` stops them. Without a cluster to join, trainer ranks keep this machine's first GPUs."""
+    """Start Ray, reward workers and engines; `stack` stops them. On a local Ray, trainer ranks keep this machine's first GPUs."""
     task = load_task(config.task, config.model.path, max_prompt_tokens=config.rollout.max_prompt_tokens, seed=config.run.seed)
-    address = os.environ["RAY_ADDRESS"] if "RAY_ADDRESS" in os.environ else None
+    address = os.environ.get("RAY_ADDRESS")
     gpus: list[str] = []
     if address is None and resolve_device(config.engine.device) == "cuda":
         taken = trainer_ranks if resolve_device(config.train.device) == "cuda" else 0
@@ -119,6 +120,7 @@ def prepare_folder(folder: Path, config: Config, *, fresh: bool) -> None:
         for name in ("metrics.jsonl", "summary.json"):
             (folder / name).unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=2))
+    (folder / "config.toml").write_text(to_toml(config, comments=False))
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:

@@ -150,7 +150,9 @@ def _forward_backward(trainer: Trainer, micro: Sequence[Microbatch]) -> dict[str
 
     results = forward_backward(trainer.model, micro, trainer.ranks, loss_fn=loss_fn, replay=trainer.replay, **trainer.passes)
     sums = {name: sum(float(result[name]) for result in results) for name in (results[0] if results else ())}
-    sums, gap = _sum_over_ranks((sums, np.concatenate(gaps) if gaps else np.zeros(0)) if _holds_own_rows(trainer.ranks) else ({}, np.zeros(0)))
+    sums, gap = _sum_over_ranks(
+        (sums, np.concatenate(gaps) if gaps else np.zeros(0)) if _holds_own_rows(trainer.ranks) else ({}, np.zeros(0))
+    )
     tokens = max(1.0, sums.pop("tokens"))
     metrics: dict[str, Any] = {name: value / tokens for name, value in sums.items()}
     metrics |= {"response_tokens": int(tokens), **_suffixed(mismatch(gap), "replay" if trainer.replay else "trained")}
@@ -161,7 +163,7 @@ def _replay_metrics(trainer: Trainer, micro: Sequence[Microbatch]) -> dict[str, 
     load = [expert_load(one.routes[one.real], trainer.layout.experts).max(initial=0.0) for one in micro if one.real.any()]
     metrics = {"expert_load_max": float(np.max(load, initial=0.0))}
     if trainer.replay is not None:
-        # every tensor-parallel rank sees its own rows under sequence parallelism and the same ones without: the share is right either way
+        # tensor-parallel ranks hold other rows under sequence parallelism and the same ones without: the share is right either way
         found = trainer.replay.agreement
         agreeing, total = _sum_over_ranks((found.agreeing, found.total))
         metrics["replay_agreement"] = agreeing / max(1, total)
@@ -198,4 +200,3 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 def _suffixed(figures: dict[str, float], suffix: str) -> dict[str, float]:
     return {f"{name}_{suffix}": value for name, value in figures.items()}
-

@@ -137,13 +137,12 @@ def _fit(
                 bar.update(task, completed=step, state=state)
                 log.info("warm start %s", state)
     if greedy < recipe.least_greedy:
-        raise TrainError(f"the warm start reached greedy accuracy {greedy:.2f}, expected at least {recipe.least_greedy}; try another run.seed")
+        least = recipe.least_greedy
+        raise TrainError(f"the warm start reached greedy accuracy {greedy:.2f}, expected at least {least}; try another run.seed")
     return {"steps": recipe.steps, "seconds": round(time.monotonic() - started, 1), "greedy": greedy, "sampled": sampled}
 
 
-def _loss(
-    entropy_bonus: float, outputs: TokenOutputs, rows: LocalMicrobatch
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _loss(entropy_bonus: float, outputs: TokenOutputs, rows: LocalMicrobatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     return supervised_loss(entropy_bonus, outputs.logprobs, outputs.entropy, rows.loss_mask)
 
 
@@ -185,4 +184,3 @@ def _labelled(prompt: Prompt) -> Sequence:
     mask = np.zeros(len(tokens) - 1, np.float32)
     mask[len(prompt.tokens) - 1 :] = 1.0
     return Sequence(tokens, mask, None, {})
-

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.system.run_harness import ROOT, SETTINGS, Finished
 
 from moerl.convert.tiny import tiny_config, write_tiny
+from tests.system.run_harness import ROOT, SETTINGS, Finished
 
 
 @pytest.fixture(scope="session")

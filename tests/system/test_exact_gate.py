@@ -106,7 +106,7 @@ def gap(config: Config, groups: list[Group]) -> Iterator[Callable[..., tuple[np.
                 answers = compute_logprobs(built.model, micro, ranks, replay=built.recorder, **built.passes)
                 flips = 0.0
             pairs = zip(answers, micro, strict=True)
-            return np.concatenate([(l - m.columns["engine_logprobs"])[m.loss_mask > 0] for (l, _), m in pairs]), float(flips)
+            return np.concatenate([(found - m.columns["engine_logprobs"])[m.loss_mask > 0] for (found, _), m in pairs]), float(flips)
 
         yield measure
     finally:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.system.run_harness import Finished
 from safetensors.torch import load_file
 
 from moerl.config.schema import Engine
 from moerl.rollout.client import EngineClient
 from moerl.rollout.server import EngineServer
-
+from tests.system.run_harness import Finished
 
 EXACT = ("loss", "grad_norm", "entropy", "kl_replay", "kl_natural", "replay_agreement")
 

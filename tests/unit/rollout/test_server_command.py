@@ -12,6 +12,7 @@ import pytest
 from moerl.config.schema import Engine
 from moerl.errors import ConfigError, EngineError
 from moerl.rollout import server
+from moerl.rollout.client import KEEP_ALIVE_S
 from moerl.rollout.server import EngineServer, command_line, environment
 
 
@@ -210,3 +211,7 @@ def test_a_server_that_does_not_do_what_it_was_told_is_refused(tmp_path, changes
     engine._check_info(info())
     with pytest.raises(EngineError, match=message):
         engine._check_info(info(**changes))
+
+
+def test_the_server_keeps_idle_connections_longer_than_the_client() -> None:
+    assert int(environment(Engine(), "cpu")["SGLANG_TIMEOUT_KEEP_ALIVE"]) > KEEP_ALIVE_S
