@@ -23,6 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from moerl.config.schema import Config
 from moerl.models import ModelSpec
+from moerl.train.megatron import unwrap
 from moerl.train.progress import Progress, available, rank_layout, settings_that_matter
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def load(checkpoint: Path, model: list[torch.nn.Module], optimizer: Any, *, same
     with _torch_adam_step():
         state = dist_checkpointing.load(_state_dict(model, optimizer, loading=True, rng=same_layout), checkpoint)
         for index, chunk in enumerate(model):
-            chunk.load_state_dict(state[f"model{index}"])
+            unwrap(chunk).load_state_dict(state[f"model{index}"])
         optimizer.load_state_dict(state["optimizer"])
     for one in inner:
         for values in one.optimizer.state.values():
@@ -80,7 +81,7 @@ def load(checkpoint: Path, model: list[torch.nn.Module], optimizer: Any, *, same
 
 
 def _state_dict(model: list[torch.nn.Module], optimizer: Any, *, loading: bool, rng: bool = True) -> dict[str, Any]:
-    state: dict[str, Any] = {f"model{index}": chunk.sharded_state_dict(metadata=_METADATA) for index, chunk in enumerate(model)}
+    state: dict[str, Any] = {f"model{index}": unwrap(chunk).sharded_state_dict(metadata=_METADATA) for index, chunk in enumerate(model)}
     merged = {name: value for index in range(len(model)) for name, value in state[f"model{index}"].items()} if len(model) == 1 else state
     state["optimizer"] = optimizer.sharded_state_dict(merged, is_loading=loading, metadata=_METADATA)
     if rng:

@@ -6,11 +6,13 @@ Runs on every trainer rank; rank 0 also drives the engines. A step's groups are 
 and training on them makes version `step + 1`, which every engine holds, verified, before the next step samples.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch.distributed as dist
 
 from moerl.config.schema import Config
+from moerl.errors import EngineError, ReshardError
 from moerl.models import ModelSpec
 from moerl.rollout.sample import Group
 from moerl.train import checkpoint
@@ -18,7 +20,7 @@ from moerl.train.batch import Microbatch, pack, sequences
 from moerl.train.launch import Options
 from moerl.train.objective import group_advantages
 from moerl.train.run import Run, open_run
-from moerl.train.source import rollout_metrics
+from moerl.train.source import Source, rollout_metrics
 from moerl.train.trainer import train_step
 
 
@@ -31,7 +33,7 @@ def train(config: Config, spec: ModelSpec, options: Options) -> None:
         while run.progress.step < config.train.steps:
             step = run.progress.step
             with run.phase("rollout"):
-                groups = sample(run)
+                groups = on_engines(run, lambda source: source.groups(run.progress))
             with run.phase("pack"):
                 micro = share(run, groups)
             metrics = train_step(run.trainer, micro, step, run.phase)
@@ -46,12 +48,19 @@ def train(config: Config, spec: ModelSpec, options: Options) -> None:
         run.finish()
 
 
-def sample(run: Run) -> list[Group] | None:
-    """Groups for this step, on rank 0. Engines that died are restarted and brought to the current weights first."""
+def on_engines[T](run: Run, work: Callable[[Source], T]) -> T | None:
+    """Rank 0's `work` with the engines. Those that died meanwhile are restarted and given the current weights; then it is done again."""
     while True:
-        groups = run.source.groups(run.progress) if run.source else None
-        if agreed(groups is not None):
-            return groups
+        result, revived = None, False
+        if run.source:
+            try:
+                result = work(run.source)
+            except EngineError as error:
+                revived = run.source.revive(error)
+                if not revived:
+                    raise
+        if not agreed(revived):
+            return result
         push(run)
 
 
@@ -78,7 +87,13 @@ def push(run: Run) -> dict[str, object]:
     """Give every engine the current weights; the metrics say what each engine then serves, and that its checksums agree."""
     if run.sync is None:
         return {}
-    report = run.sync.push(run.trainer.shards(), run.progress.version)
+    while True:
+        try:
+            report = run.sync.push(run.trainer.shards(), run.progress.version)
+            break
+        except ReshardError as error:  # the same on every rank
+            if not agreed(run.source is not None and run.source.revive(error)):
+                raise
     return {
         "engine_versions": report.engine_versions,
         "versions_consistent": set(report.engine_versions) == {run.progress.version} and report.checksums_ok is not False,
@@ -92,10 +107,10 @@ def evaluate(run: Run) -> dict[str, float]:
     """Held-out accuracy, on rank 0: before the first step, after the last, and every so many between."""
     settings, step = run.config.diagnostics, run.progress.step
     due = step in (0, run.config.train.steps) or (settings.evaluate_every_steps and step % settings.evaluate_every_steps == 0)
-    if not (run.source and settings.evaluate and due):
+    if not (settings.evaluate and due):
         return {}
     with run.phase("evaluate"):
-        return run.source.accuracy()
+        return on_engines(run, lambda source: source.accuracy()) or {}
 
 
 def save(run: Run) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moerl.config.schema import Config
+from moerl.errors import EngineError
 from moerl.models import ModelSpec
 from moerl.observe.console import RunConsole
 from moerl.observe.logs import setup_logging
@@ -26,12 +27,15 @@ def record(config: Config, spec: ModelSpec) -> None:
         sinks = open_sinks(folder, config)
         stack.callback(sinks.close)
         console.message("starting the engines ...")
-        _, source = open_live(stack, config, spec, folder, trainer_ranks=0)
+        _, source = open_live(stack, config, spec, folder, trainer_ranks=0, announce=console.message)
         while progress.step < config.train.steps:
-            with phase("rollout"):
-                groups = source.groups(progress)
-            if groups is None:  # an engine was restarted; it serves the folder's weights, which is what is recorded here
-                source.pool.publish(0)
+            try:
+                with phase("rollout"):
+                    groups = source.groups(progress)
+            except EngineError as error:
+                if not source.revive(error):
+                    raise
+                source.pool.publish(0)  # a restarted engine serves the folder's weights, which is what is recorded here
                 continue
             metrics = {**rollout_metrics(groups), **phase.take()}
             sinks.log(progress.step, metrics)

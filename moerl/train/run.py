@@ -110,7 +110,7 @@ def open_run(config: Config, spec: ModelSpec, options: Options) -> Iterator[Run]
             stack.callback(sinks.close)
             if live:
                 console.message("starting the engines ...")
-                pool, source = open_live(stack, config, spec, folder, trainer_ranks=ranks.world)
+                pool, source = open_live(stack, config, spec, folder, trainer_ranks=ranks.world, announce=console.message)
             else:
                 source = Recorded(rollout_folder(options.rollouts), store.make_header(config.model.path, step=0, version=0))
         trainer = build(config, spec, ranks)

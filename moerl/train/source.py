@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import statistics
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from moerl.cluster.rewards import RewardPool
 from moerl.cluster.runtime import engine_gpus, ray_running
 from moerl.config.schema import Config
 from moerl.config.show import to_toml
-from moerl.errors import EngineError
+from moerl.errors import MoerlError
 from moerl.models import ModelSpec
 from moerl.rollout import store
 from moerl.rollout.sample import Group, Prompt
@@ -36,34 +37,36 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    def groups(self, progress: Progress) -> list[Group] | None:
-        """Scored groups for the step after `progress`; None if an engine was replaced and must be given the weights first."""
+    def groups(self, progress: Progress) -> list[Group]:
+        """Scored groups for the step after `progress`."""
 
     def accuracy(self) -> dict[str, float]:
         """Held-out accuracy of the weights that the engines serve; empty if that can't be measured."""
 
+    def revive(self, error: MoerlError) -> bool:
+        """Restart the engines that are dead, if that explains `error`; they then need the current weights."""
+
 
 @dataclass(frozen=True)
 class Live:
-    """Groups from engines that serve the trainer's current weights."""
+    """Groups from engines that serve the trainer's current weights.
+
+    Attributes:
+        folder: receives the rollouts.
+        announce: shows a line to whoever watches the run.
+    """
 
     config: Config
     task: TaskData
     pool: EnginePool
     rewards: RewardPool
     folder: Path
+    announce: Callable[[str], None]
 
-    def groups(self, progress: Progress) -> list[Group] | None:
+    def groups(self, progress: Progress) -> list[Group]:
         rollout, count = self.config.rollout, self.config.rollout.prompts_per_step
         prompts = take(self.task.train, position=progress.position, count=count, seed=self.config.run.seed)
-        try:
-            groups = self._generate(prompts, rollout.group_size, rollout.temperature, routes=True)
-        except EngineError as error:
-            if not self.pool.restart_dead():
-                raise
-            log.warning("an engine was restarted; its work is generated again: %s", error)
-            return None
-        groups = self.rewards.score(groups)
+        groups = self.rewards.score(self._generate(prompts, rollout.group_size, rollout.temperature, routes=True))
         if rollout.save:
             header = store.make_header(self.config.model.path, step=progress.step, version=progress.version)
             store.save_step(self.folder, progress.step, groups, header)
@@ -77,6 +80,13 @@ class Live:
             groups = self.rewards.score(self._generate(self.task.heldout, 1, temperature, routes=False))
             found[name] = sum(group.samples[0].reward >= 1.0 for group in groups) / len(groups)
         return found
+
+    def revive(self, error: MoerlError) -> bool:
+        if not self.pool.restart_dead():
+            return False
+        log.warning("an engine was restarted; what it was doing is done again: %s", error)
+        self.announce("an engine died and was restarted; it is given the current weights, and its work is done again")
+        return True
 
     def _generate(self, prompts: list[Prompt], size: int, temperature: float, *, routes: bool) -> list[Group]:
         limit = self.config.rollout.max_new_tokens
@@ -96,8 +106,13 @@ class Recorded:
     def accuracy(self) -> dict[str, float]:
         return {}
 
+    def revive(self, error: MoerlError) -> bool:
+        return False
 
-def open_live(stack: ExitStack, config: Config, spec: ModelSpec, folder: Path, *, trainer_ranks: int) -> tuple[EnginePool, Live]:
+
+def open_live(
+    stack: ExitStack, config: Config, spec: ModelSpec, folder: Path, *, trainer_ranks: int, announce: Callable[[str], None]
+) -> tuple[EnginePool, Live]:
     """Start Ray, reward workers and engines; `stack` stops them. On a local Ray, trainer ranks keep this machine's first GPUs."""
     task = load_task(config.task, config.model.path, max_prompt_tokens=config.rollout.max_prompt_tokens, seed=config.run.seed)
     address = os.environ.get("RAY_ADDRESS")
@@ -108,7 +123,7 @@ def open_live(stack: ExitStack, config: Config, spec: ModelSpec, folder: Path, *
     runtime = stack.enter_context(ray_running(address, gpus=gpus))
     rewards = stack.enter_context(RewardPool(config.task))
     pool = stack.enter_context(EnginePool(config, spec, runtime, log_dir=folder / "logs"))
-    return pool, Live(config, task, pool, rewards, folder / "rollouts")
+    return pool, Live(config, task, pool, rewards, folder / "rollouts", announce)
 
 
 def prepare_folder(folder: Path, config: Config, *, fresh: bool) -> None:
