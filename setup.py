@@ -12,7 +12,7 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 CORE = [
     "torch==2.14.1",
@@ -95,6 +95,10 @@ setup(
     python_requires=">=3.12",
     packages=find_packages(include=["moerl", "moerl.*"]),
     package_data={"moerl.rollout": ["shims/*.py"]},
+    # Loaded with ctypes, so nothing of Python is in it. Optional: without a compiler moerl runs on numpy, and `moerl doctor` says so.
+    ext_modules=[
+        Extension("moerl.routing._routes", ["csrc/routes.cpp"], language="c++", extra_compile_args=["-O3", "-std=c++17"], optional=True)
+    ],
     install_requires=CORE,
     extras_require={"cpu": CPU, "gpu": GPU, "dev": DEV, "sinks": SINKS},
     entry_points={

@@ -20,6 +20,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from moerl.errors import ConfigError
+from moerl.routing import native
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = f"bash {ROOT / 'tools' / 'setup.sh'}"
@@ -68,7 +69,7 @@ def examine() -> list[Finding]:
     """All findings, in the order of the report."""
     gpus = _gpus()
     python = Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})")
-    return [python, *_packages(bool(gpus)), _plugin(), *_devices(gpus), *_machine()]
+    return [python, *_packages(bool(gpus)), _plugin(), _routes(), *_devices(gpus), *_machine()]
 
 
 def _packages(gpu: bool) -> Iterator[Finding]:
@@ -110,6 +111,13 @@ def _plugin() -> Finding:
         why = "SGLang would start without moerl's plugin: no entry point of the group sglang.srt.plugins is visible"
         return Finding("SGLang plugin", "missing", "not visible", why, SETUP)
     return Finding("SGLang plugin", "ok", found[0])
+
+
+def _routes() -> Finding:
+    if why := native.problem():
+        cost = "routes are coded with numpy, with the same result and ten times slower or more"
+        return Finding("compiled route codecs", "optional", "numpy", f"{why}; {cost}", SETUP)
+    return Finding("compiled route codecs", "ok", "csrc/routes.cpp")
 
 
 def _gpus() -> list[str]:

@@ -66,6 +66,25 @@ publish_entry_points() {
     touch "$root/moerl.egg-info/entry_points.txt"
 }
 
+# The route codecs of csrc/. Without a compiler moerl runs on numpy, and `moerl doctor` says so.
+build_native() {
+    local folder=$root/moerl/routing built scratch
+    for built in "$folder"/_routes.*.so; do
+        if [[ $built -nt $root/csrc/routes.cpp && $built -nt $root/setup.py ]]; then return; fi
+    done
+    if [[ ! -w $folder ]] || ! { command -v c++ || command -v g++ || command -v clang++; } >/dev/null; then return; fi
+    say "compiling csrc/routes.cpp"
+    scratch=$(mktemp -d "$folder/.build.XXXXXX")
+    if (cd "$root" && "$1" setup.py -q build_ext --build-temp "$scratch" --build-lib "$scratch") >&2 \
+        && compgen -G "$scratch/moerl/routing/_routes.*.so" >/dev/null; then
+        rm -f -- "$folder"/_routes.*.so
+        mv -- "$scratch"/moerl/routing/_routes.*.so "$folder/"
+    else
+        say "warning: csrc/routes.cpp did not compile; routes are coded with numpy instead, more slowly and with the same result"
+    fi
+    rm -rf -- "$scratch"
+}
+
 make_env() {
     local base=$1 kind=$2 free_gib pip
     mkdir -p "$(dirname "$env")"
@@ -115,4 +134,5 @@ if [[ ! -e $env/.complete ]]; then
     exec 9>&-
 fi
 publish_entry_points "$env/bin/python"
+build_native "$env/bin/python"
 echo "$env/bin/python"

@@ -30,6 +30,7 @@ from moerl.rollout.client import EngineClient
 from moerl.rollout.generate import generate_groups
 from moerl.rollout.sample import Group, Prompt
 from moerl.rollout.server import EngineServer, resolve_device
+from moerl.routing.codec import Codec
 from moerl.routing.trace import Layout
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,12 @@ def _budget(what: str, timeout_s: float) -> _Budget:
     return _Budget(what, timeout_s, time.monotonic())
 
 
+def trace_codec(config: Config, spec: ModelSpec) -> Codec:
+    """How this run's routes travel: the codec of the settings, with the group limit of the model's router."""
+    limit = spec.megatron.get("moe_router_num_groups"), spec.megatron.get("moe_router_group_topk")
+    return Codec(config.rollout.trace_codec, False, *(limit if all(limit) else (0, 0)))
+
+
 class EnginePool:
     """All engines of a run, driven from trainer rank 0; also the `EngineLink` of weight sync.
 
@@ -149,6 +156,7 @@ class EnginePool:
         self.backend = "nccl" if self._device == "cuda" else "gloo"
         self._config, self._spec, self._log_dir = config, spec, Path(log_dir).resolve()
         self._layout = Layout(spec.moe_layers, spec.experts, spec.topk)
+        self._codec = trace_codec(config, spec)
         self._folder_version, self._version = version, None
         self._actors: list[Any] = [None] * count
         self._restarts = [0] * count
@@ -197,6 +205,7 @@ class EnginePool:
             "layers": self._spec.layers,
             "version": self._version,
             "tag": f"call{self._generations}",
+            "codec": self._codec,
         }
         references = [
             self._actors[i].generate.remote(msgspec.msgpack.encode(list(prompts[i::count])), tuple(self._layout), settings)

@@ -11,8 +11,10 @@ the kernel ends Ray and all actors with it (two helper processes of Ray notice w
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,12 +61,13 @@ def ray_running(address: str | None, *, gpus: Sequence[str] = ()) -> Iterator[Ru
 def _joined(address: str) -> Iterator[Runtime]:
     _check_reachable(address)
     try:
-        ray.init(
-            address=address,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
-        )
+        with _own_sigterm():
+            ray.init(
+                address=address,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
+            )
     except (ConnectionError, TimeoutError, ValueError) as error:
         raise ConfigError(f"no Ray cluster answers at RAY_ADDRESS = {address!r} ({error}); unset it to start a local Ray") from error
     try:
@@ -93,7 +96,7 @@ def _local(gpus: Sequence[str]) -> Iterator[Runtime]:
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
-        with _environment(variables):
+        with _environment(variables), _own_sigterm():
             ray.init(
                 address="local",
                 num_cpus=1,
@@ -142,6 +145,15 @@ def _python_path() -> str:
     if "PYTHONPATH" in os.environ:
         paths.append(os.environ["PYTHONPATH"])
     return os.pathsep.join(paths)
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Put this process's SIGTERM handler back. Ray's own prints a stack and ends the process before anything is stopped in order."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -162,6 +162,23 @@ def correction(check: Check) -> Iterator[Problem]:
         )
 
 
+def waits(check: Check) -> Iterator[Problem]:
+    """Trainer ranks wait in a collective while rank 0 generates, and restarts an engine if it must."""
+    config = check.config
+    parts = {
+        "rollout.request_timeout_s": config.rollout.request_timeout_s,
+        "engine.start_timeout_s": config.engine.start_timeout_s,
+        "sync.timeout_s": config.sync.timeout_s,
+    }
+    if check.world > 1 and config.parallel.timeout_s <= sum(parts.values()):
+        shown = " + ".join(f"{name} {value:g}" for name, value in parts.items())
+        yield Problem(
+            ("parallel.timeout_s", *parts),
+            f"parallel.timeout_s {config.parallel.timeout_s:g} would end the other ranks' wait while rank 0 may still be busy: it must be "
+            f"more than {shown} = {sum(parts.values()):g}",
+        )
+
+
 def evaluation(check: Check) -> Iterator[Problem]:
     config = check.config
     heldout, evaluate = config.task.heldout_prompts, config.diagnostics.evaluate
@@ -235,6 +252,7 @@ RULES: tuple[Callable[[Check], Iterator[Problem]], ...] = (
     parallel_sizes,
     sampling,
     token_budgets,
+    waits,
     task,
     correction,
     evaluation,

@@ -68,6 +68,8 @@ class Rollout(Section):
     max_new_tokens: Positive = 512
     temperature: Annotated[float, Field(gt=0)] = 1.0
     request_timeout_s: Seconds = 300.0
+    trace_codec: Literal["narrow", "packed", "set"] = "narrow"
+    """How routes travel and are stored: narrow is fastest; packed drops unused bits; set is smallest and drops the slots' order."""
     save: bool = True
     """Write every step's rollouts to `rollouts/`, so that `train --rollouts` can repeat the run."""
 
@@ -129,8 +131,8 @@ class Parallel(Section):
     etp: Positive = 1
     nproc_per_node: Positive = 1
     """Ranks that `moerl train` starts on this machine. Under torchrun the launcher's world size counts instead."""
-    timeout_s: Seconds = 600.0
-    """Deadline of a collective."""
+    timeout_s: Seconds = 1800.0
+    """Deadline of a collective (the ranks wait in one while rank 0 generates), and of every phase of a step."""
 
 
 class Objective(Section):

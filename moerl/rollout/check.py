@@ -15,7 +15,9 @@ import numpy as np
 
 from moerl.errors import RolloutError
 from moerl.rollout.sample import Prompt, Sample
-from moerl.routing.trace import Layout, Trace, VersionRun, describe, hash_tokens, route_problem
+from moerl.routing.codec import NARROW, Codec
+from moerl.routing.trace import Layout, Trace, VersionRun, hash_tokens
+from moerl.routing.validate import count_problem, route_problem
 
 
 def to_sample(
@@ -28,6 +30,7 @@ def to_sample(
     routes: bool,
     version: int | None = None,
     engine: int = 0,
+    codec: Codec = NARROW,
 ) -> Sample:
     """Check one reply of `/generate` and convert it.
 
@@ -36,6 +39,7 @@ def to_sample(
         index: number of the sample within its group.
         layers: decoder layers of the model, dense ones included.
         version: the weight version that the engine was promised to serve; None accepts any.
+        codec: how the routes are stored in the sample.
 
     Raises:
         RolloutError: tokens, logprobs, routes and versions do not fit together.
@@ -60,7 +64,7 @@ def to_sample(
         rows = prompt_size + len(tokens) - 1
         ids = decode_routes(meta, rows=rows, layout=layout, layers=layers, name=name)
         inputs = np.asarray(prompt.tokens + tokens[:-1], dtype=np.int64)
-        trace = Trace(ids, layout, hash_tokens(inputs), row_runs(runs, prompt_size)).check().to_bytes()
+        trace = Trace(ids, layout, hash_tokens(inputs), row_runs(runs, prompt_size)).check().to_bytes(codec)
     return Sample(
         prompt_id=prompt.id,
         index=index,
@@ -99,22 +103,22 @@ def decode_routes(meta: dict[str, Any], *, rows: int, layout: Layout, layers: in
         raw = base64.b64decode(encoded, validate=True)
     except (binascii.Error, TypeError) as error:
         raise RolloutError(f"{name}: routed_experts is not base64 ({error})") from error
-    row_bytes = layers * layout.topk * 4
-    if len(raw) != rows * row_bytes:
-        got = f"{len(raw) // row_bytes} rows" if len(raw) % row_bytes == 0 else f"{len(raw)} bytes, no whole number of rows"
-        raise RolloutError(
-            f"{name}: expected {rows} rows of routes (prompt + response - 1) of {layers} layers x top-{layout.topk}, got {got}; "
-            f"is the engine serving another model than the one with {describe(layout)}, or ignoring routed_experts_start_len?"
-        )
+    if len(raw) % 4:
+        raise RolloutError(f"{name}: routed_experts holds {len(raw)} bytes, no whole number of int32; was the reply cut short?")
+    if problem := count_problem(len(raw) // 4, rows=rows, layers=layers, layout=layout):
+        raise RolloutError(f"{name}: {problem}")
     ids = np.frombuffer(raw, dtype="<i4").reshape(rows, layers, layout.topk)
     dense = sorted(set(range(layers)) - set(layout.layers))
     if dense and ids[:, dense].any():
         layer = dense[int(np.flatnonzero(ids[:, dense].any(axis=(0, 2)))[0])]
         raise RolloutError(f"{name}: layer {layer} is dense in this model but has routes; is the engine serving another model?")
     moe = ids[:, list(layout.layers)]
-    if problem := route_problem(moe, layout):
+    narrow = moe.astype(layout.dtype)
+    # Narrowing may only happen to what is in range, or 256 becomes 0; the narrow form is then checked faster.
+    wraps = bool(len(moe)) and (moe.min() < 0 or moe.max() >= layout.experts)
+    if problem := route_problem(moe if wraps else narrow, layout):
         raise RolloutError(f"{name}: {problem}")
-    return moe.astype(layout.dtype)
+    return narrow
 
 
 def row_runs(versions: list[tuple[int, int, int]], prompt_size: int) -> tuple[VersionRun, ...]:

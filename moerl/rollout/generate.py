@@ -13,6 +13,7 @@ from moerl.errors import EngineError
 from moerl.rollout.check import to_sample
 from moerl.rollout.client import EngineClient
 from moerl.rollout.sample import Group, Prompt
+from moerl.routing.codec import NARROW, Codec
 from moerl.routing.trace import Layout
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ async def generate_groups(
     layers: int,
     version: int | None,
     tag: str = "group",
+    codec: Codec = NARROW,
 ) -> list[Group]:
     """Sample `group_size` completions of every prompt.
 
@@ -39,6 +41,7 @@ async def generate_groups(
         layers: decoder layers of the model, dense ones included.
         version: weight version that every token must come from; None accepts any.
         tag: begins the request ids `tag.position.index`; calls that overlap need different tags.
+        codec: how the routes are stored in the samples.
 
     Raises:
         EngineError: a request failed; the first failure, with the other requests aborted.
@@ -54,7 +57,7 @@ async def generate_groups(
             [prompt.tokens] * group_size, rids=rids, max_new_tokens=max_new_tokens, temperature=temperature, routes=routes
         )
         samples = [
-            to_sample(reply, prompt, index, layout, layers=layers, routes=routes, version=version, engine=engine)
+            to_sample(reply, prompt, index, layout, layers=layers, routes=routes, version=version, engine=engine, codec=codec)
             for index, reply in enumerate(replies)
         ]
         return Group(prompt.id, prompt.answer, samples)

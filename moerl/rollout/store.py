@@ -1,7 +1,8 @@
 """Recorded rollouts on disk: one file per step, so that a run can be trained again without an engine.
 
-A file is: magic, msgpack of (header, groups), xxh3 of all that. It appears under its name complete or not at all. The
-header says which model and tokenizer the tokens and routes belong to; loading compares it field by field.
+A file is: magic, msgpack of (header, groups, one routing record per group), xxh3 of all that. A group's samples give up their
+traces to its record, which holds the prompt's rows once; loading gives them back. The file appears under its name complete or not
+at all. The header says which model and tokenizer the tokens and routes belong to; loading compares it field by field.
 """
 
 import hashlib
@@ -17,7 +18,8 @@ import xxhash
 from moerl.errors import RolloutError
 from moerl.models import read_spec
 from moerl.rollout.sample import Group
-from moerl.routing.trace import Layout
+from moerl.routing.group import codec_of, pack_group, unpack_group
+from moerl.routing.trace import Layout, Trace
 
 MAGIC = b"moerl-rollout-1\n"
 _NAME = re.compile(r"step-(\d{6,})\.rollout")
@@ -50,6 +52,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     header: Header
     groups: list[Group]
+    routes: list[bytes]
 
 
 def make_header(model_path: str | Path, *, step: int, version: int) -> Header:
@@ -79,7 +82,8 @@ def save_step(folder: str | Path, step: int, groups: Sequence[Group], header: He
     """Write the rollouts of a step; an existing file of the step is replaced."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    body = MAGIC + msgspec.msgpack.encode(_Record(header, list(groups)))
+    without, routes = zip(*map(_take_routes, groups), strict=True) if groups else ((), ())
+    body = MAGIC + msgspec.msgpack.encode(_Record(header, list(without), list(routes)))
     path = _path(folder, step)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
@@ -115,7 +119,34 @@ def load_step(folder: str | Path, step: int, expected: Header) -> tuple[Header, 
     except msgspec.MsgspecError as error:
         raise RolloutError(f"{path} cannot be read: {error}") from error
     _compare(path, record.header, expected)
+    if len(record.routes) != len(record.groups):
+        raise RolloutError(
+            f"{path} holds {len(record.groups)} groups and {len(record.routes)} records of routes; it was not written by moerl"
+        )
+    for group, routes in zip(record.groups, record.routes, strict=True):
+        _give_routes(path, group, routes)
     return record.header, record.groups
+
+
+def _take_routes(group: Group) -> tuple[Group, bytes]:
+    """(the group without its samples' traces, their group record; empty if any sample has none, which then all keep theirs)"""
+    records = [sample.trace for sample in group.samples]
+    if not records or not all(records):
+        return group, b""
+    codec = codec_of(records[0])
+    prompt = min(len(sample.prompt_tokens) for sample in group.samples)
+    samples = [msgspec.structs.replace(sample, trace=b"") for sample in group.samples]
+    return msgspec.structs.replace(group, samples=samples), pack_group([Trace.from_bytes(one) for one in records], prompt, codec)
+
+
+def _give_routes(path: Path, group: Group, routes: bytes) -> None:
+    if not routes:
+        return
+    traces, codec = unpack_group(routes), codec_of(routes)
+    if len(traces) != len(group.samples):
+        raise RolloutError(f"{path}: prompt {group.prompt_id} has {len(group.samples)} samples and routes of {len(traces)}")
+    for sample, trace in zip(group.samples, traces, strict=True):
+        sample.trace = trace.to_bytes(codec)
 
 
 def list_steps(folder: str | Path) -> list[int]:

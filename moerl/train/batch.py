@@ -15,7 +15,7 @@ import numpy as np
 
 from moerl.errors import TrainError
 from moerl.rollout.sample import Group, Sample
-from moerl.routing.trace import Layout
+from moerl.routing.layout import Layout, filler_routes
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def sequences(groups: Iterable[Group], layout: Layout, advantages: Callable[[np.
 
 def _sequence(sample: Sample, layout: Layout, advantage: float) -> Sequence:
     tokens = sample.tokens
-    trace = sample.load_trace().check_layout(layout)
+    trace = sample.load_trace().check_layout(layout).check_complete()
     mask = np.zeros(len(tokens) - 1, np.float32)
     engine = np.zeros(len(tokens) - 1, np.float32)
     first = len(sample.prompt_tokens) - 1
@@ -150,17 +150,6 @@ def _lay_out(items: Seq[Sequence], multiple: int, layout: Layout) -> Microbatch:
         if routes is not None:
             routes[rows] = item.routes
     return Microbatch(tokens, labels, positions, ends, mask, routes, real, columns)
-
-
-def filler_routes(rows: int, layout: Layout) -> np.ndarray:
-    """Routes for padding rows: distinct experts within a row, all experts equally often over the rows.
-
-    Returns:
-        uint8|uint16[rows, moe_layer, k]
-    """
-    first = np.arange(rows)[:, None] * layout.topk + np.arange(layout.topk)
-    ids = (first % layout.experts).astype(layout.dtype)
-    return np.repeat(ids[:, None], len(layout.layers), axis=1)
 
 
 def add_column(micro: Seq[Microbatch], name: str, values: Seq[np.ndarray]) -> list[Microbatch]:

@@ -2,7 +2,8 @@
 
     moerl train @ c.toml  --checks-->  torchrun -m moerl.train @ c.toml  (rank 0 starts a local Ray, engines and rewards)
 
-Nothing is started when a check fails. Ctrl-C reaches this process alone; it passes a SIGTERM on and waits for an orderly end.
+Nothing is started when a check fails. Ctrl-C reaches this process alone; it passes a SIGTERM on and waits for an orderly end,
+after which no process of the run is left.
 """
 
 import os
@@ -20,6 +21,7 @@ from moerl.config.schema import Config
 from moerl.errors import ConfigError
 from moerl.models import ModelSpec, read_spec
 from moerl.train import progress
+from moerl.train.processes import no_process_left
 
 _STOP_GRACE_S = 60.0
 
@@ -72,7 +74,9 @@ def prepare(argv: list[str], world: int | None = None) -> tuple[Config, ModelSpe
     elif (run_dir / "metrics.jsonl").exists() and not options.overwrite:
         raise ConfigError(f"run.dir {run_dir} already holds a run; continue it with --resume, replace it with --overwrite, or change it")
     if options.rollouts is not None:
-        rollout_folder(options.rollouts)
+        recorded = rollout_folder(options.rollouts)
+        if not options.resume and recorded.resolve() == (run_dir / "rollouts").resolve():
+            raise ConfigError(f"--rollouts {options.rollouts} lies in run.dir, which a new run clears; choose another run.dir")
     return config, spec, options
 
 
@@ -115,7 +119,8 @@ def rollout_main(argv: list[str]) -> int:
         return 0
     from moerl.train.record import record
 
-    record(config, spec)
+    with no_process_left():
+        record(config, spec)
     return 0
 
 
@@ -145,7 +150,8 @@ def _torchrun(config: Config, argv: list[str]) -> int:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join((root, os.environ["PYTHONPATH"])) if "PYTHONPATH" in os.environ else root
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(config.train.threads)}
-    return _supervise(subprocess.Popen([sys.executable, "-m", *launcher, *argv], env=env, start_new_session=True))
+    with no_process_left():
+        return _supervise(subprocess.Popen([sys.executable, "-m", *launcher, *argv], env=env, start_new_session=True))
 
 
 def _supervise(child: subprocess.Popen) -> int:
@@ -162,7 +168,10 @@ def _supervise(child: subprocess.Popen) -> int:
             if asked_at and time.monotonic() - asked_at[0] > _STOP_GRACE_S:
                 os.killpg(child.pid, signal.SIGKILL)
             time.sleep(0.1)
-        return 130 if asked_at else child.returncode
+        if asked_at:
+            print("interrupted", file=sys.stderr)
+            return 130
+        return child.returncode
     finally:
         for name, handler in previous.items():
             signal.signal(name, handler)

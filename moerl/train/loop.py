@@ -27,7 +27,8 @@ from moerl.train.trainer import train_step
 def train(config: Config, spec: ModelSpec, options: Options) -> None:
     """Train as `config` says; collective over the ranks that torchrun started."""
     with open_run(config, spec, options) as run:
-        push(run)
+        with run.phase("sync"):
+            push(run)
         if run.progress.step == 0:
             run.log(-1, evaluate(run))
         while run.progress.step < config.train.steps:

@@ -23,6 +23,7 @@ from moerl.observe.console import RunConsole
 from moerl.observe.logs import setup_logging
 from moerl.observe.sinks import Sinks, open_sinks
 from moerl.observe.timer import PhaseTimer
+from moerl.observe.wait import waiting
 from moerl.reshard.sync import WeightSync
 from moerl.rollout import store
 from moerl.train import checkpoint, megatron, progress
@@ -42,7 +43,6 @@ class Run:
 
     Attributes:
         replicas: data-parallel rank of every global rank.
-        phase: names, times and shows a part of the step.
     """
 
     config: Config
@@ -53,14 +53,22 @@ class Run:
     sync: WeightSync | None
     progress: Progress
     replicas: list[int]
-    phase: PhaseTimer
+    timer: PhaseTimer
     console: RunConsole
     sinks: Sinks | None
     started: float
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name, time and show a part of the step; a long one says so in the log, one past its deadline ends the process with all stacks."""
+        limits = {"timeout_s": self.config.parallel.timeout_s, "heartbeat_s": self.config.observe.heartbeat_s}
+        who = f"trainer rank {self.trainer.ranks.rank}"
+        with self.timer(name), waiting(f"the end of {name} in step {self.progress.step}", who=who, hard=True, **limits):
+            yield
+
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Write a step's metrics with the seconds of its phases, and show its line."""
-        metrics = {**metrics, "version": self.progress.version, **self.phase.take()}
+        metrics = {**metrics, "version": self.progress.version, **self.timer.take()}
         if self.sinks:
             self.sinks.log(step, metrics)
             if "reward" in metrics or "loss" in metrics:
@@ -101,7 +109,6 @@ def open_run(config: Config, spec: ModelSpec, options: Options) -> Iterator[Run]
         dist.barrier()
         setup_logging(folder, ranks.rank, config.observe.log_level)
         console = stack.enter_context(RunConsole(config.train.steps, first_step=at.step, shown=config.observe.console and ranks.rank == 0))
-        phase = PhaseTimer(console.phase)
         live = options.rollouts is None
         source, pool, sinks = None, None, None
         if ranks.rank == 0:
@@ -119,7 +126,7 @@ def open_run(config: Config, spec: ModelSpec, options: Options) -> Iterator[Run]
         sync = _open_sync(stack, config, spec, pool) if live else None
         replicas: list[int] = [0] * ranks.world
         dist.all_gather_object(replicas, ranks.dp[0])
-        yield Run(config, spec, folder, trainer, source, sync, at, replicas, phase, console, sinks, started)
+        yield Run(config, spec, folder, trainer, source, sync, at, replicas, PhaseTimer(console.phase), console, sinks, started)
 
 
 def _open_sync(stack: ExitStack, config: Config, spec: ModelSpec, pool: EnginePool | None) -> WeightSync:
@@ -176,6 +183,8 @@ def headline(metrics: dict[str, Any]) -> dict[str, Any]:
         "version": "version",
     }
     line = {name: metrics[metric] for name, metric in shown.items() if metrics.get(metric) is not None}
+    if metrics.get("weights_checksum"):
+        line["version"] = f"{metrics['version']} ({metrics['weights_checksum'][:8]})"
     return {**line, "s": sum(seconds for name, seconds in metrics.items() if name.startswith("time/"))}
 
 
@@ -185,8 +194,9 @@ def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
     def span(before: str, after: str) -> str:
         return f"{found[before]:.3f} -> {found[after]:.3f}"
 
-    def pair(name: str, form: str = ".2e") -> str:
-        return f"{found[f'{name}_natural']:{form}} without replay, {found[f'{name}_replay']:{form}} with"
+    def pair(name: str, scale: float = 1.0, form: str = ".2e", unit: str = "") -> str:
+        natural, replayed = (scale * found[f"{name}_{side}"] for side in ("natural", "replay"))
+        return f"{natural:{form}}{unit} natural, {replayed:{form}}{unit} replayed"
 
     rows: dict[str, Any] = {"steps": f"{found['steps']} in {found['minutes']:.1f} min"}
     if found["reward_start"] is not None:
@@ -195,15 +205,16 @@ def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
         rows["held-out accuracy, sampled"] = span("heldout_start", "heldout_end")
         rows["held-out accuracy, greedy"] = span("heldout_greedy_start", "heldout_greedy_end")
     if "natural_flip_share" in found:
-        rows["routes the trainer alone would change"] = f"{100 * found['natural_flip_share']:.1f} % of (token, layer) decisions"
+        rows["routes the trainer would change"] = f"{100 * found['natural_flip_share']:.1f} % of (token, layer) decisions"
     if "replay_agreement" in found:
         rows["routes agreeing under replay"] = f"{100 * found['replay_agreement']:.2f} %"
     if "kl_replay" in found and "kl_natural" in found:
-        rows["KL(engine || trainer), k3"] = f"{pair('kl')}: {found['kl_natural'] / max(found['kl_replay'], 1e-12):.1f} times less"
+        ratio = found["kl_natural"] / max(found["kl_replay"], 1e-12)
+        rows["KL(engine || trainer), k3"] = f"{pair('kl')}: {ratio:.0f} x less"
         rows["mean |logprob difference|"] = pair("abs_diff")
-        rows["tokens with ratio outside 1/2..2"] = pair("extreme_share")
-        rows["tokens with ratio outside 1/1.2..1.2"] = pair("wide_share")
+        rows["tokens, ratio outside 1/2..2"] = pair("extreme_share", 100, ".2f", " %")
+        rows["tokens, ratio outside 1/1.2..1.2"] = pair("wide_share", 100, ".2f", " %")
     if "ess" in found:
         rows["effective sample size"] = found["ess"]
-    rows["weight versions and checksums"] = "consistent" if found["versions_consistent"] else "INCONSISTENT"
+    rows["engine versions and checksums"] = "as pushed after every step" if found["versions_consistent"] else "INCONSISTENT"
     return rows

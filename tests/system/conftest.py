@@ -1,15 +1,13 @@
-"""One short run through the command line, shared by the tests that look at what it left."""
+"""A tiny model, the command line, and one short run that is shared by the tests that look at what it left."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from moerl.convert.tiny import tiny_config, write_tiny
-from tests.system.run_harness import ROOT, SETTINGS, Finished
+from tests.system.run_harness import ROOT, SETTINGS, Finished, Started, running
 
 
 @pytest.fixture(scope="session")
@@ -20,18 +18,33 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def moerl(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Finished]:
-    """Run `moerl train` on the tiny model: name of the run folder, then further arguments."""
+def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., AbstractContextManager[Started]]:
+    """Start a command on the tiny model: name of the run folder, then further arguments. To be used with `with`.
+
+    `command` is a command of moerl, or how to start a trainer directly: what stands between `python` and `@ FILE`.
+    """
     root = tmp_path_factory.mktemp("runs")
     config = root / "tiny.toml"
     config.write_text(SETTINGS.format(model=tiny_model))
 
-    def run(name: str, *arguments: str, timeout_s: float = 240.0, command: str = "train") -> Finished:
-        folder = root / name
-        argv = [sys.executable, "-m", "moerl.cli", command, "@", str(config), "--run.dir", str(folder), *arguments]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, env=env, cwd=root, check=False)
-        return Finished(folder, done.stdout + done.stderr, done.returncode)
+    def start(
+        name: str, *arguments: str, command: str | list[str] = "train", modules: Path | None = None
+    ) -> AbstractContextManager[Started]:
+        module = ["-m", "moerl.cli", command] if isinstance(command, str) else command
+        argv = [*module, "@", str(config), "--run.dir", str(root / name), *arguments]
+        path = str(ROOT) if modules is None else f"{ROOT}:{modules}"
+        return running(argv, root / name, python_path=path, output=root / f"{name}.out")
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def moerl(start: Callable[..., AbstractContextManager[Started]]) -> Callable[..., Finished]:
+    """Run a command to its end; arguments as for `start`."""
+
+    def run(name: str, *arguments: str, timeout_s: float = 400.0, **options: object) -> Finished:
+        with start(name, *arguments, **options) as started:
+            return started.finish(timeout_s)
 
     return run
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,10 +50,9 @@ def test_a_run_leaves_what_it_promises(live_run: Finished) -> None:
     assert json.loads((live_run.folder / "config.json").read_text())["train"]["steps"] == 4
 
 
-def test_no_process_is_left(live_run: Finished) -> None:
-    table = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    left = [line for line in table.splitlines() if str(live_run.folder) in line]
-    assert not left
+def test_it_is_silent_and_no_process_is_left(live_run: Finished) -> None:
+    assert live_run.output == ""
+    assert live_run.left == []
 
 
 def test_recorded_rollouts_replayed_twice_give_the_same_bits(moerl: Callable[..., Finished], live_run: Finished) -> None:
@@ -86,8 +84,12 @@ def test_resume_refuses_when_there_is_nothing_or_another_run(moerl: Callable[...
 
 def test_a_run_folder_is_not_overwritten_by_accident(moerl: Callable[..., Finished], live_run: Finished) -> None:
     again = moerl("live")
-    assert again.status != 0
+    assert again.status == 2
     assert "already holds a run" in again.output
+    onto_itself = moerl("live", "--overwrite", "--rollouts", str(live_run.folder))
+    assert onto_itself.status == 2
+    assert "lies in run.dir" in onto_itself.output
+    assert len(list((live_run.folder / "rollouts").glob("step-*.rollout"))) == 4
 
 
 def test_dry_run_starts_nothing(moerl: Callable[..., Finished]) -> None:
@@ -102,16 +104,28 @@ def test_a_rollout_of_another_model_is_refused(moerl: Callable[..., Finished], l
 
     write_tiny(tmp_path / "other", tiny_config(layers=3, experts=8, topk=4, groups=4, group_topk=2))
     refused = moerl("other", "--rollouts", str(live_run.folder), "--model.path", str(tmp_path / "other"))
-    assert refused.status != 0
-    assert "error:" in refused.output
+    assert refused.status == 1
+    assert refused.output.startswith("error: ")
+    assert "experts" in refused.output
+    assert "Traceback" not in refused.output + (refused.folder / "logs" / "rank-0.log").read_text()
+    assert refused.left == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("--parallel.tp", "3"), "3"),
+        (("--engine.cuont", "1"), "engine.count"),
+        (("--model.path", "/nowhere"), "/nowhere"),
+        (("--rollouts", "/nowhere"), "no step-*.rollout"),
+    ],
+)
+def test_a_wrong_setting_starts_nothing(moerl: Callable[..., Finished], settings: tuple[str, ...], words: str) -> None:
+    refused = moerl("wrong", *settings)
+    assert refused.status in (1, 2)
+    assert refused.output.startswith("error: ")
+    assert words in refused.output
     assert "Traceback" not in refused.output
-
-
-@pytest.mark.parametrize(("setting", "value"), [("parallel.tp", "3"), ("engine.cuont", "1")])
-def test_a_wrong_setting_starts_nothing(moerl: Callable[..., Finished], setting: str, value: str) -> None:
-    refused = moerl("wrong", f"--{setting}", value)
-    assert refused.status == 2
-    assert "error:" in refused.output
     assert not refused.folder.exists()
 
 

@@ -17,6 +17,7 @@ moerl: RL post-training of mixture-of-experts models
   moerl train @ FILE [SETTINGS]              generate with routes, train on the same routes, push the weights back
   moerl rollout @ FILE [SETTINGS]            generate and record only, with the engines alone
   moerl config show|check @ FILE [SETTINGS]  show the effective settings as TOML, or check them
+  moerl bench trace [--json]                 measure one part, as ratios within one run: the routing codecs
   moerl doctor [--json]                      what is installed, what is missing, why, and the command that fixes it
 
 settings:
@@ -72,7 +73,7 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == "error: moerl has no command 'trian'; did you mean train?\n"
     assert cli.main(["zzzz"]) == 2
-    assert "the commands are train, rollout, config, doctor" in capsys.readouterr().err
+    assert "the commands are train, rollout, config, bench, doctor" in capsys.readouterr().err
 
 
 def test_arguments_and_status_pass_through(command: Command) -> None:
@@ -126,7 +127,9 @@ def test_wrong_config_ends_with_status_2_and_no_traceback() -> None:
     assert "Traceback" not in answer.stderr
 
 
-@pytest.mark.parametrize("words", [["config"], ["config", "list"], ["doctor", "now"]])
+@pytest.mark.parametrize(
+    "words", [["config"], ["config", "list"], ["doctor", "now"], ["bench"], ["bench", "trase"], ["bench", "trace", "now"]]
+)
 def test_wrong_words_after_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert "expected" in capsys.readouterr().err

@@ -25,6 +25,15 @@ def test_plugin_is_visible() -> None:
     assert finding("SGLang plugin") == doctor.Finding("SGLang plugin", "ok", "moerl.rollout.plugin:register")
 
 
+def test_route_codecs_that_are_not_compiled_cost_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert finding("compiled route codecs").status in ("ok", "optional")
+    monkeypatch.setattr(doctor.native, "problem", lambda: "_routes.so is not built")
+    found = finding("compiled route codecs")
+    assert (found.status, found.found) == ("optional", "numpy")
+    assert found.why.startswith("_routes.so is not built; ")
+    assert "same result" in found.why
+
+
 def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = doctor.Finding("a", "ok", "1"), doctor.Finding("b", "missing", "not installed", "expected ==2", "install b")
     monkeypatch.setattr(doctor, "examine", lambda: [good, replace(bad, status="optional")])

@@ -27,15 +27,19 @@ def test_too_few_devices_name_the_settings():
         engine_gpus(["0", "1", "2", "3"], 3, 2)
 
 
-def test_a_local_ray_leaves_no_folder_and_no_variable_behind():
+def test_a_local_ray_leaves_no_folder_and_no_variable_behind_and_signals_alone():
     code = """
-        import os, ray
+        import os, ray, signal
         from moerl.cluster.runtime import ray_running
         before = dict(os.environ)
+        received = []
+        signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
         with ray_running(None) as runtime:
             assert runtime.local and runtime.host == "127.0.0.1"
             folder = os.path.dirname(ray._private.worker._global_node.get_session_dir_path())
             assert folder.startswith("/tmp/moerl-ray-"), folder
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
         # Ray itself adds variables of its own; those that were given to it must be as before.
         for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED", "CUDA_VISIBLE_DEVICES"):
             assert os.environ.get(name) == before.get(name), name

@@ -44,6 +44,10 @@ def test_sizes_that_factor(sizes: str) -> None:
     ("settings", "message"),
     [
         (["parallel.vpp=2"], "parallel.vpp 2 needs pipeline stages"),
+        (
+            ["parallel.nproc_per_node=2", "parallel.timeout_s=900"],
+            "rollout.request_timeout_s 300 + engine.start_timeout_s 300 + sync.timeout_s 300 = 900",
+        ),
         (["rollout.group_size=1"], "so it needs at least 2 completions"),
         (["rollout.prompts_per_step=64", "task.prompts=32"], "rollout.prompts_per_step 64 is more than the 32 prompts"),
         (
@@ -127,10 +131,10 @@ def test_model_that_fits() -> None:
     assert fit(parallel={"tp": 2, "pp": 5, "ep": 8}, engine={"tp": 4}) == []
 
 
-def test_layers_that_stages_do_not_divide() -> None:
-    (message,) = fit(parallel={"pp": 2, "vpp": 2})
-    assert "5 layers cannot be split evenly over pp 2 x vpp 2 = 4 stages" in message
-    assert fit(parallel={"pp": 2}, megatron={"num_layers_in_first_pipeline_stage": 3}) == []
+def test_fewer_layers_than_stages() -> None:
+    (message,) = fit(parallel={"pp": 4, "vpp": 2})
+    assert "5 layers, fewer than pp 4 x vpp 2 = 8 stages" in message
+    assert fit(parallel={"pp": 2, "vpp": 2}) == []
 
 
 def test_experts_and_heads_that_ranks_do_not_divide() -> None:

@@ -1,11 +1,15 @@
 """Replies become samples only if tokens, logprobs, routes and versions prove each other."""
 
+import base64
+
 import numpy as np
 import pytest
 
 from moerl.errors import RolloutError
 from moerl.rollout.check import row_runs, to_sample
 from moerl.rollout.sample import Prompt, Sample
+from moerl.routing.codec import Codec
+from moerl.routing.group import codec_of
 from moerl.routing.trace import Layout, VersionRun
 from tests.unit.rollout.fakes import LAYERS, LAYOUT, encode, make_reply, make_routes
 
@@ -84,6 +88,24 @@ def test_aborted_while_queued_does_not_blame_the_flag(prompt):
 def test_missing_and_surplus_rows(prompt, rows, got):
     with pytest.raises(RolloutError, match=f"expected {ROWS} rows.*{got}"):
         convert(broken(prompt, routed_experts=encode(make_routes(rows))), prompt)
+
+
+def test_routes_without_the_dense_layer(prompt):
+    with pytest.raises(RolloutError, match=f"{ROWS} rows of 2 layers: the dense layers were left out"):
+        convert(broken(prompt, routed_experts=encode(make_routes(ROWS)[:, 1:])), prompt)
+
+
+def test_routes_cut_within_an_id(prompt):
+    text = base64.b64encode(make_routes(ROWS).tobytes()[:-3]).decode()
+    with pytest.raises(RolloutError, match="no whole number of int32"):
+        convert(broken(prompt, routed_experts=text), prompt)
+
+
+@pytest.mark.parametrize("codec", [Codec("packed"), Codec("set"), Codec("set", False, 4, 1)])
+def test_the_trace_is_stored_as_asked(prompt, codec):
+    sample = convert(make_reply(prompt.tokens, RESPONSE), prompt, codec=codec)
+    assert codec_of(sample.trace).name == codec.name
+    assert np.array_equal(np.sort(sample.load_trace().ids), np.sort(make_routes(ROWS)[:, 1:]))
 
 
 def test_routes_cut_within_a_row(prompt):

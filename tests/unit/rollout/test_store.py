@@ -9,7 +9,9 @@ import pytest
 from moerl.errors import RolloutError
 from moerl.rollout import store
 from moerl.rollout.check import to_sample
-from moerl.rollout.sample import Group
+from moerl.rollout.sample import Group, Prompt
+from moerl.routing.codec import Codec
+from moerl.routing.group import codec_of
 from tests.unit.rollout.fakes import LAYERS, LAYOUT, make_reply
 
 
@@ -34,6 +36,38 @@ def test_round_trip(tmp_path, groups, header):
     assert found.layout == LAYOUT
     assert loaded == groups
     assert loaded[0].samples[2].load_trace().rows == 6
+
+
+@pytest.mark.parametrize("codec", ["narrow", "packed", "set"])
+def test_traces_come_back_in_the_codec_they_had(tmp_path, prompt, header, codec):
+    replies = [make_reply(prompt.tokens, [10, 4, 2]) for _ in range(2)]
+    options = {"layers": LAYERS, "routes": True, "codec": Codec(codec)}
+    group = Group(prompt.id, "7", [to_sample(reply, prompt, i, LAYOUT, **options) for i, reply in enumerate(replies)])
+    traces = [sample.trace for sample in group.samples]
+    store.save_step(tmp_path, 1, [group], header)
+    assert [sample.trace for sample in group.samples] == traces  # saving takes nothing from the caller
+    _, loaded = store.load_step(tmp_path, 1, header)
+    assert loaded == [group]
+    assert codec_of(loaded[0].samples[0].trace) == Codec(codec)
+
+
+def test_the_prompts_routes_are_stored_once(tmp_path, header):
+    long = Prompt(id=1, text="", tokens=[3] * 2000, answer="")
+    samples = [to_sample(make_reply(long.tokens, [10, 2]), long, i, LAYOUT, layers=LAYERS, routes=True) for i in range(8)]
+    one = store.save_step(tmp_path, 1, [Group(1, "", samples[:1])], header).stat().st_size
+    all_of_them = store.save_step(tmp_path, 2, [Group(1, "", samples)], header).stat().st_size
+    tokens = 2000 + 40  # one byte each, and little else, is what a further sample costs
+    assert all_of_them - one < 7 * (tokens + 300)
+    assert store.load_step(tmp_path, 2, header)[1][0].samples == samples
+
+
+def test_groups_without_routes_and_no_groups(tmp_path, prompt, header):
+    sample = to_sample(make_reply(prompt.tokens, [10, 2]), prompt, 0, LAYOUT, layers=LAYERS, routes=False)
+    groups = [Group(prompt.id, "", [sample]), Group(8, "", [])]
+    store.save_step(tmp_path, 1, groups, header)
+    assert store.load_step(tmp_path, 1, header)[1] == groups
+    store.save_step(tmp_path, 2, [], header)
+    assert store.load_step(tmp_path, 2, header)[1] == []
 
 
 def test_steps_are_listed_in_order(tmp_path, groups, header):

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = ("bash", "awk", "cat", "cp", "cut", "date", "df", "dirname", "env", "find", "flock", "grep", "mkdir", "mktemp", "readlink")
-COMMANDS += ("rm", "sha256sum", "sleep", "tail", "touch", "tr", "wc")
+COMMANDS += ("mv", "rm", "sha256sum", "sleep", "tail", "touch", "tr", "wc")
 
 PYTHON = """\
 #!/bin/bash
@@ -33,6 +33,9 @@ case "$*" in
   "setup.py -q egg_info") echo egg_info >>"$PRETEND/egg_info"; mkdir -p moerl.egg-info
     touch moerl.egg-info/entry_points.txt
     printf '%s\\n' torch '[cpu]' gguf '[gpu]' sglang==0.5.23 'transformer-engine[pytorch]>=2.8' '[dev]' ruff >moerl.egg-info/requires.txt ;;
+  "setup.py -q build_ext --build-temp "*) echo "$*" >>"$PRETEND/build_ext"
+    if [[ -e $PRETEND/compiler_fails ]]; then exit 1; fi
+    mkdir -p "$5/moerl/routing"; touch "$5/moerl/routing/_routes.cpython-312.so" ;;
   *) echo "unexpected: $*" >&2; exit 9 ;;
 esac
 """
@@ -63,9 +66,10 @@ def executable(path: Path, text: str) -> None:
 @pytest.fixture
 def clone(tmp_path: Path) -> Clone:
     root = tmp_path / "a clone"
-    for name in ("tools/setup.sh", "tools/moerl", "requirements/lock.txt", "setup.py"):
+    for name in ("tools/setup.sh", "tools/moerl", "requirements/lock.txt", "setup.py", "csrc/routes.cpp"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
+    (root / "moerl" / "routing").mkdir(parents=True)
     commands, pretend = tmp_path / "bin", tmp_path / "pretend"
     commands.mkdir()
     pretend.mkdir()
@@ -135,6 +139,38 @@ def test_entry_points_are_written_again_when_setup_py_changes(clone: Clone) -> N
     clone.setup()
     assert len((clone.pretend / "egg_info").read_text().splitlines()) == 2
     assert len(clone.pips()) == 1
+
+
+def built(clone: Clone) -> list[str]:
+    return sorted(path.name for path in (clone.root / "moerl" / "routing").iterdir())
+
+
+def test_the_route_codecs_are_compiled_once_and_again_when_their_source_changes(clone: Clone) -> None:
+    executable(Path(clone.env["PATH"]) / "c++", "#!/bin/bash\n")
+    (clone.root / "moerl" / "routing" / "_routes.cpython-311.so").touch()
+    os.utime(clone.root / "moerl" / "routing" / "_routes.cpython-311.so", (0, 0))
+    assert clone.setup().returncode == 0
+    assert built(clone) == ["_routes.cpython-312.so"]
+    assert clone.setup().stderr == ""
+    later = time.time() + 10
+    os.utime(clone.root / "csrc" / "routes.cpp", (later, later))
+    assert "compiling csrc/routes.cpp" in clone.setup().stderr
+    assert len((clone.pretend / "build_ext").read_text().splitlines()) == 2
+
+
+def test_without_a_compiler_nothing_is_compiled_and_nothing_said(clone: Clone) -> None:
+    clone.setup()
+    answer = clone.setup()
+    assert (answer.returncode, answer.stderr, built(clone)) == (0, "", [])
+
+
+def test_a_compiler_that_fails_is_a_warning(clone: Clone) -> None:
+    executable(Path(clone.env["PATH"]) / "c++", "#!/bin/bash\n")
+    (clone.pretend / "compiler_fails").touch()
+    answer = clone.setup()
+    assert answer.returncode == 0
+    assert "warning: csrc/routes.cpp did not compile" in answer.stderr
+    assert built(clone) == []
 
 
 def test_a_failed_install_says_where_its_log_is_and_is_repaired(clone: Clone) -> None:

@@ -1,0 +1,25 @@
+"""`moerl bench NAME`: one measurement in one process, as ratios within the run, since machines differ.
+
+A benchmark prints a table; with `--json`, the last line of its output is one JSON object.
+"""
+
+from importlib import import_module
+
+from moerl.errors import ConfigError
+
+BENCHMARKS = {"trace": "moerl.bench.trace:main"}
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmark that the first word names; returns its exit status.
+
+    Raises:
+        ConfigError: no such benchmark, or an unknown argument.
+    """
+    name, *rest = argv or [""]
+    if name not in BENCHMARKS or any(word != "--json" for word in rest):
+        raise ConfigError(
+            f"moerl bench: expected one of {', '.join(BENCHMARKS)}, then nothing or --json; got {' '.join(argv) or 'nothing'}"
+        )
+    module, function = BENCHMARKS[name].split(":")
+    return getattr(import_module(module), function)(as_json=bool(rest))
