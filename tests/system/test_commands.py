@@ -77,10 +77,10 @@ def test_the_objectives_options_work_together(moerl: Callable[..., Finished], li
     assert run.status == 0, run.output[-4000:]
     first, *others = (record for record in run.metrics if record["step"] >= 0)
     plain = next(record for record in live_run.metrics if record["step"] == 0)
-    # before the first update the policy is the reference, up to routes that only the policy replays
-    assert first["reference_kl"] < 1e-3
-    assert first["loss"] == pytest.approx(plain["loss"], abs=1e-3)
-    assert all(record["reference_kl"] > 10 * first["reference_kl"] for record in others)
+    # before the first update the policy is the reference, except that only the policy is forced onto the engine's routes
+    assert first["reference_kl"] < 1e-2
+    assert first["loss"] - 0.1 * first["reference_kl"] == pytest.approx(plain["loss"], abs=1e-3)
+    assert all(record["reference_kl"] > 2 * first["reference_kl"] for record in others)
     assert all(0 <= record["correction_cut_share"] < 1 for record in run.metrics if record["step"] >= 0)
     assert run.summary["replay_agreement"] == 1.0
 
