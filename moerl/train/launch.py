@@ -102,6 +102,7 @@ def make_tiny_main(argv: list[str]) -> int:
     config = load_config(argv)
     from moerl.train import platform
 
+    platform.quiet()
     platform.install(platform.pick_device(config.train.device))
     from moerl.train.warmstart import make_tiny
 

@@ -100,6 +100,7 @@ def install(device: Device) -> None:
 
 def quiet() -> None:
     """Hide notices of Megatron and torch that tell a user of moerl nothing: fallbacks chosen on purpose, renamed collectives."""
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # of others' sources, compiled at their first import
     for message in _NOTICES:
         warnings.filterwarnings("ignore", message=message)
     for name in _NOTICE_LOGGERS:

@@ -9,8 +9,6 @@ in which RL learns. The folder is reused as long as the recipe that made it stay
 
 import functools
 import json
-import logging
-import sys
 import tempfile
 import time
 from collections.abc import Sequence as Seq
@@ -37,8 +35,6 @@ from moerl.train.export import export_hf
 from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward
 from moerl.train.objective import supervised_loss
 
-log = logging.getLogger(__name__)
-
 _STAMP = "warmstart.json"
 
 
@@ -56,7 +52,7 @@ class Recipe:
 
     steps: int = 400
     least_greedy: float = 0.7
-    evaluate_every: int = 25
+    evaluate_every: int = 50
     batch: int = 128
     lr: float = 2e-3
     lr_warmup_steps: int = 30
@@ -124,7 +120,8 @@ def _fit(
     loss = functools.partial(_loss, recipe.entropy_bonus)
     rng, started = np.random.default_rng(settings.run.seed), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    console = Console(stderr=True, highlight=False)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("warm start", total=recipe.steps, state="")
         for step in range(1, recipe.steps + 1):
             chosen = rng.choice(len(train), recipe.batch, replace=len(train) < recipe.batch)
@@ -135,7 +132,8 @@ def _fit(
                 greedy, sampled = accuracy(model, heldout, settings, layout, ranks)
                 state = f"step {step}: held-out accuracy {greedy:.2f} greedy, {sampled:.2f} sampled"
                 bar.update(task, completed=step, state=state)
-                log.info("warm start %s", state)
+                if not console.is_terminal:
+                    console.print(f"warm start {state} ({time.monotonic() - started:.0f} s)")
     if greedy < recipe.least_greedy:
         least = recipe.least_greedy
         raise TrainError(f"the warm start reached greedy accuracy {greedy:.2f}, expected at least {least}; try another run.seed")
