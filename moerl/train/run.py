@@ -194,7 +194,7 @@ def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
     def span(before: str, after: str) -> str:
         return f"{found[before]:.3f} -> {found[after]:.3f}"
 
-    def pair(name: str, scale: float = 1.0, form: str = ".2e", unit: str = "") -> str:
+    def pair(name: str, scale: float = 1.0, form: str = ".1e", unit: str = "") -> str:
         natural, replayed = (scale * found[f"{name}_{side}"] for side in ("natural", "replay"))
         return f"{natural:{form}}{unit} natural, {replayed:{form}}{unit} replayed"
 
@@ -210,7 +210,7 @@ def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
         rows["routes agreeing under replay"] = f"{100 * found['replay_agreement']:.2f} %"
     if "kl_replay" in found and "kl_natural" in found:
         ratio = found["kl_natural"] / max(found["kl_replay"], 1e-12)
-        rows["KL(engine || trainer), k3"] = f"{pair('kl')}: {ratio:.0f} x less"
+        rows["KL(engine || trainer), k3"] = f"{pair('kl')} ({ratio:.0f} x less)"
         rows["mean |logprob difference|"] = pair("abs_diff")
         rows["tokens, ratio outside 1/2..2"] = pair("extreme_share", 100, ".2f", " %")
         rows["tokens, ratio outside 1/1.2..1.2"] = pair("wide_share", 100, ".2f", " %")
