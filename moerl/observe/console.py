@@ -31,6 +31,7 @@ class RunConsole:
         self._steps, self._first, self._shown = steps, first_step, shown
         self._start = time.monotonic()
         self._bar: Progress | None = None
+        self._pace: tuple[int, float] | None = None  # steps done when the first line was shown, and when that was
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
@@ -66,9 +67,12 @@ class RunConsole:
         if self._bar is not None:
             self._bar.update(self._task, completed=step + 1)
         else:
-            elapsed = time.monotonic() - self._start
-            left = elapsed / (step + 1 - self._first) * (self._steps - step - 1) if step >= self._first else 0.0
-            line += f"  (elapsed {duration(elapsed)}, left {duration(left)})"
+            now = time.monotonic()
+            done_before, since = self._pace = self._pace or (step + 1, now)  # what came before the first step says nothing of the rest
+            line += f"  (elapsed {duration(now - self._start)}"
+            if step + 1 > done_before:
+                line += f", left {duration((now - since) / (step + 1 - done_before) * (self._steps - step - 1))}"
+            line += ")"
         self._console.print(Text(line))
 
     def message(self, text: str) -> None:

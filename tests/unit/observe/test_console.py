@@ -22,9 +22,11 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         run.header("moerl", {"model": "deepseek", "ranks": 2})
         run.phase("rollout")
         run.step(0, {"reward": 0.25, "kl": 1.5e-6})
+        run.step(1, {"reward": 0.5})
         run.message("[not markup]")
     shown = text(out)
-    assert "step  1/12  reward 0.250  kl 1.5e-06  (elapsed 0 s, left 0 s)\n" in shown
+    assert "step  1/12  reward 0.250  kl 1.5e-06  (elapsed 0 s)\n" in shown  # one step tells nothing of the pace
+    assert "step  2/12  reward 0.500  (elapsed 0 s, left 0 s)\n" in shown
     assert "[not markup]\n" in shown
     assert "deepseek" in shown
     assert "rollout" not in shown
