@@ -7,7 +7,7 @@
 # A half-made environment (no `.complete` inside) is made anew; of two set-ups at once, one waits for the other.
 set -euo pipefail
 
-recipe=1                # raise it when the steps below change what an existing environment holds
+recipe=2                # raise it when the steps below change what an existing environment holds
 lock_wait_s=3600        # how long to wait for another set-up
 needed_gib=9            # environment and downloads
 
@@ -99,6 +99,8 @@ make_env() {
     logged "installing $(grep -c '==' "$lock") locked packages (several GB; minutes)" "${pip[@]}" --no-deps -r "$lock" \
         || { tail -n 15 "$log" >&2; fail "pip failed; the whole log is $log. Run the set-up again to retry"; }
     if [[ $kind == gpu ]]; then install_gpu; fi
+    # Here, on all cores, and not at the first import: where PYTHONDONTWRITEBYTECODE is set, every process would compile again.
+    logged "compiling to bytecode" "$env/bin/python" -W ignore -m compileall -q -j 0 "$env/lib" || true  # some packages ship templates
     touch "$env/.complete"
     say "done"
 }
