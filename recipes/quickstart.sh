@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model on two CPU cores: sets the environment up, makes the tiny model, runs RL on it.
-# Further settings pass through: bash recipes/quickstart.sh --train.steps 20
+# Further settings pass through: bash recipes/quickstart.sh --train.steps 100
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd -P)
 cd "$root"
