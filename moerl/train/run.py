@@ -210,7 +210,7 @@ def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
         rows["routes agreeing under replay"] = f"{100 * found['replay_agreement']:.2f} %"
     if "kl_replay" in found and "kl_natural" in found:
         ratio = found["kl_natural"] / max(found["kl_replay"], 1e-12)
-        rows["KL(engine || trainer), k3"] = f"{pair('kl')} ({ratio:.0f} x less)"
+        rows["KL(engine || trainer), k3"] = f"{pair('kl')} (1/{ratio:.0f})"
         rows["mean |logprob difference|"] = pair("abs_diff")
         rows["tokens, ratio outside 1/2..2"] = pair("extreme_share", 100, ".2f", " %")
         rows["tokens, ratio outside 1/1.2..1.2"] = pair("wide_share", 100, ".2f", " %")
