@@ -37,19 +37,21 @@ def summarise(records: Iterable[dict[str, Any]], *, minutes: float) -> dict[str,
 
     Returns:
         reward_start and reward_end are means over the first and last tenth of the steps (at least three);
-        the mismatch figures are token-weighted means over all steps that measured them; heldout_* are sampled accuracies.
+        the mismatch figures are token-weighted means over all steps that measured them; heldout_* are sampled accuracies;
+        versions_consistent is None where no weights were pushed.
     """
     records = list(records)
     steps = [record for record in records if "reward" in record]
     rewards = np.array([record["reward"] for record in steps], float)
     window = max(1, min(len(rewards), max(3, round(len(rewards) / 10))))
     heldout = [record for record in records if "heldout_accuracy" in record]
+    synced = [record["versions_consistent"] for record in records if "versions_consistent" in record]
     found: dict[str, Any] = {
         "steps": len(steps),
         "minutes": round(minutes, 2),
         "reward_start": float(rewards[:window].mean()) if len(rewards) else None,
         "reward_end": float(rewards[-window:].mean()) if len(rewards) else None,
-        "versions_consistent": all(record["versions_consistent"] for record in records if "versions_consistent" in record),
+        "versions_consistent": all(synced) if synced else None,
     }
     for when, record in (("start", heldout[0]), ("end", heldout[-1])) if heldout else ():
         found[f"heldout_{when}"] = record["heldout_accuracy"]
@@ -66,11 +68,13 @@ def check_requirements(summary: dict[str, Any], require: Require) -> None:
     """Raise TrainError naming everything the run had to achieve and did not."""
     failed = []
     for name, least in (("reward", require.min_reward_gain), ("heldout", require.min_heldout_gain)):
-        if least is not None:
+        if least is not None and f"{name}_start" not in summary:
+            failed.append(f"{name} was not measured, but require.min_{name}_gain asks for at least {least:+.3f}; leave it out")
+        elif least is not None:
             before, after = summary[f"{name}_start"], summary[f"{name}_end"]
             if after - before < least:
                 failed.append(f"{name} went from {before:.3f} to {after:.3f}; require.min_{name}_gain asks for at least {least:+.3f}")
-    if not summary["versions_consistent"]:
+    if summary["versions_consistent"] is False:
         failed.append("an engine served another weight version than the trainer had pushed, or other bytes")
     if failed:
         raise TrainError("the run did not achieve what its config requires:\n" + "\n".join(f"  - {line}" for line in failed))

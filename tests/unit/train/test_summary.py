@@ -33,6 +33,13 @@ def test_an_unmet_requirement_is_an_error_that_lists_all() -> None:
         check_requirements(found, Require(min_reward_gain=0.1, min_heldout_gain=0.5))
 
 
+def test_what_was_not_measured_cannot_be_required() -> None:
+    found = summarise([{"step": i, "reward": 0.5, "response_tokens": 1} for i in range(4)], minutes=1.0)
+    assert found["versions_consistent"] is None
+    with pytest.raises(TrainError, match=r"heldout was not measured, but require\.min_heldout_gain"):
+        check_requirements(found, Require(min_heldout_gain=0.1))
+
+
 def test_an_inconsistent_version_fails_the_run() -> None:
     broken = records([0.1, 0.9])
     broken[1]["versions_consistent"] = False
