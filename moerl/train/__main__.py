@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        time.sleep(_AFTERMATH_S)  # before anything is said: this may be no more than the loss of another rank
         log.exception("trainer rank %d failed unexpectedly", rank)
-        time.sleep(_AFTERMATH_S)
         where = f"the traceback is in logs/rank-{rank}.log of the run folder"
         print(f"error: trainer rank {rank} failed unexpectedly, {where}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
