@@ -62,7 +62,8 @@ OWNED_MEGATRON = {
     "fp16": "set train.dtype",
     "params_dtype": "set train.dtype",
     "pipeline_dtype": "set train.dtype",
-    "moe_enable_routing_replay": "set train.replay",
+    "moe_enable_routing_replay": "set replay.actor",
+    "mtp_num_layers": "the trainer builds no multi-token-prediction layers",
     "moe_router_bias_update_rate": "set train.expert_bias_update_rate",
     "calculate_per_token_loss": _BY_OBJECTIVE,
 }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from moerl.config.guards import replay_problems
 from moerl.config.schema import Config
 
 if TYPE_CHECKING:
@@ -194,18 +195,54 @@ def evaluation(check: Check) -> Iterator[Problem]:
         )
 
 
-def replay(check: Check) -> Iterator[Problem]:
-    """Native options that would make Megatron ignore the recorded routes, in whole or for some tokens."""
-    options = check.config.megatron
-    against = {
-        "moe_router_fusion": (bool, "the fused router returns before routes are replayed"),
-        "moe_expert_capacity_factor": (lambda value: value is not None, "a capacity drops experts after they were replayed"),
-        "moe_router_load_balancing_type": (lambda value: "sinkhorn" in value, "sinkhorn routing is not replayed"),
-        "mtp_num_layers": (bool, "the engine records no routes for multi-token-prediction layers"),
-    }
-    for name, (applies, why) in against.items():
-        if check.config.train.replay and name in options and applies(options[name]):
-            yield Problem((f"megatron.{name}", "train.replay"), f"megatron.{name} cannot be used with train.replay: {why}; leave it out")
+def replay_guards(check: Check) -> Iterator[Problem]:
+    """Native options that would make Megatron ignore or bend recorded routes, in whole or for some tokens."""
+    config = check.config
+    if not config.replays:
+        return
+    reads = ("replay.actor", "replay.reference", "diagnostics.mismatch_every_steps")
+    for sentence in replay_problems(config.megatron):
+        yield Problem(
+            (f"megatron.{sentence.split()[0]}", *reads),
+            f"megatron.{sentence} (or set replay.actor = replay.reference = 'off' and diagnostics.mismatch_every_steps = 0)",
+        )
+
+
+def replay_modes(check: Check) -> Iterator[Problem]:
+    """The ratio of the update to the old logprobs must compare two weights, not two routings; R2 replays a pass that chose by itself."""
+    replay, mode = check.config.replay, check.config.old_logprobs_mode
+    fitting = {"rollout": "rollout", "proximal": "off", "off": "off"}[replay.actor]
+    if mode is not None and mode != fitting:
+        yield Problem(
+            ("replay.actor", "replay.old_logprobs", "replay.reference", "objective.epochs_per_batch"),
+            f"replay.old_logprobs {mode!r} does not fit replay.actor {replay.actor!r}: the update would be compared with logprobs of "
+            f"another routing; set it to 'auto' or {fitting!r}",
+        )
+    if replay.reference == "proximal" and replay.actor != "proximal":
+        yield Problem(
+            ("replay.actor", "replay.reference"),
+            f"replay.reference 'proximal' replays what the pass for the old logprobs chose, but with replay.actor {replay.actor!r} "
+            "that pass chooses nothing; set replay.actor = 'proximal', or replay.reference to 'rollout' or 'off'",
+        )
+
+
+def balancing(check: Check) -> Iterator[Problem]:
+    """Statistics that a setting wants to see must exist, and those that exist must be wanted."""
+    config = check.config
+    coefficient, sees = config.megatron.get("moe_aux_loss_coeff", 0.0), config.replay.aux_loss
+    has_loss = any(coefficient) if isinstance(coefficient, list) else bool(coefficient)
+    reads = ("replay.aux_loss", "megatron.moe_aux_loss_coeff")
+    if has_loss and sees == "frozen":
+        yield Problem(
+            reads,
+            f"megatron.moe_aux_loss_coeff {coefficient}: choose what the loss sees; set replay.aux_loss to 'native' or 'replayed'",
+        )
+    elif sees != "frozen" and not has_loss:
+        yield Problem(
+            reads,
+            f"replay.aux_loss {sees!r} has no effect without a loss: set megatron.moe_aux_loss_coeff and "
+            "megatron.moe_router_load_balancing_type, or leave it out",
+        )
 
 
 SILENT = (
@@ -214,6 +251,9 @@ SILENT = (
     ("objective.icepop_high", "objective.correction", lambda config: config.objective.correction == "icepop"),
     ("task.path", "task.kind", lambda config: config.task.kind == "jsonl"),
     ("task.name", "task.kind", lambda config: config.task.kind == "reasoning_gym"),
+    ("train.expert_bias_update_rate", "replay.expert_bias", lambda config: config.replay.expert_bias != "frozen"),
+    ("replay.reference", "objective.kl_coef", lambda config: config.objective.kl_coef > 0),
+    ("replay.evaluation", "diagnostics.mismatch_every_steps", lambda config: config.diagnostics.mismatch_every_steps > 0),
     ("diagnostics.evaluate_every_steps", "diagnostics.evaluate", lambda config: config.diagnostics.evaluate),
 )
 """(setting, the setting that decides whether it counts, whether it does)."""
@@ -256,6 +296,8 @@ RULES: tuple[Callable[[Check], Iterator[Problem]], ...] = (
     task,
     correction,
     evaluation,
-    replay,
+    replay_guards,
+    replay_modes,
+    balancing,
     silent_settings,
 )

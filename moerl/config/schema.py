@@ -112,12 +112,42 @@ class Train(Section):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    expert_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Step of the router's correction bias; 0 freezes it (the default in RL: the engine's choices stay comparable)."""
-    replay: bool = True
-    """Force the trainer onto the experts that the engine recorded (R3)."""
+    expert_bias_update_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Step of the router's correction bias, where `replay.expert_bias` lets it move."""
     fp32_head: bool = True
     """Compute the language-model head in float32."""
+
+
+class Replay(Section):
+    """Whose experts each pass of the trainer uses, and what is done where they are missing.
+
+    rollout: those that the engine recorded (R3). proximal: those that the trainer's own pass for the old logprobs chose (R2).
+    off: the pass's own. Gate weights always come from the live scores, so the router learns either way.
+    """
+
+    actor: Literal["rollout", "proximal", "off"] = "rollout"
+    """The update: forward, backward and recomputation."""
+    old_logprobs: Literal["auto", "rollout", "off"] = "auto"
+    """The pass that fixes the old logprobs, run where `objective.epochs_per_batch` > 1 or the update replays it. auto: as the update, so
+    that their ratio starts at 1; off where the update replays this pass."""
+    reference: Literal["rollout", "proximal", "off"] = "off"
+    """The reference's pass, with `objective.kl_coef` > 0. Its weights are others than those that were routed, hence off; proximal needs
+    an update that is proximal too."""
+    evaluation: Literal["rollout", "off"] = "off"
+    """The pass that measures the mismatch (`diagnostics.mismatch_every_steps`). off measures the gap that replay closes; rollout
+    what is left of it before the update."""
+    missing: Literal["error", "native", "mask"] = "error"
+    """Rows whose routes are missing or were refused: error ends the run; native lets them choose their own experts; mask does that
+    and takes their tokens out of the loss. Counted in the metrics either way."""
+    max_row_lag: NonNegative | None = None
+    """Refuse routes recorded by weights more than this many versions older than those being trained. Unset: any version is fine,
+    since a token's route, logprob and version come from the same pass."""
+    expert_bias: Literal["frozen", "native", "replayed"] = "frozen"
+    """What the update of the correction bias counts. native: the experts that the router would choose, which is what the bias must
+    balance; replayed: those that were used. frozen, because in RL a moving bias changes routes without the objective's say."""
+    aux_loss: Literal["frozen", "native", "replayed"] = "frozen"
+    """What auxiliary balancing losses (`megatron.moe_aux_loss_coeff`) see. native: their own top-k; replayed: the experts that were
+    used; frozen: there are none. Padding rows count for neither. (A z-loss sees logits, not routes.)"""
 
 
 class Parallel(Section):
@@ -151,7 +181,7 @@ class Objective(Section):
     icepop_low: Annotated[float, Field(gt=0)] = 0.5
     icepop_high: Annotated[float, Field(gt=0)] = 2.0
     epochs_per_batch: Positive = 1
-    """Optimizer updates on one batch. Above 1 the old logprobs are recomputed before the first."""
+    """Optimizer updates on one batch. Above 1 the old logprobs are computed before the first."""
 
 
 class Sync(Section):
@@ -176,7 +206,7 @@ class Diagnostics(Section):
     """What is measured beside training."""
 
     mismatch_every_steps: NonNegative = 1
-    """Natural (unforced) forward on the same rollouts every n steps: routes that differ, KL with and without replay. 0: off."""
+    """Measure every n steps, on the same rollouts, what the trainer would do by itself: routes that differ, KL without replay. 0: off."""
     evaluate_every_steps: NonNegative = 0
     """Accuracy on held-out prompts every n steps, besides before and after. 0: only before and after."""
     evaluate: bool = True
@@ -210,6 +240,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     engine: Engine = Engine()
     train: Train = Train()
+    replay: Replay = Replay()
     parallel: Parallel = Parallel()
     objective: Objective = Objective()
     sync: Sync = Sync()
@@ -221,3 +252,31 @@ class Config(Section):
     """Native fields of Megatron's MLATransformerConfig."""
     sglang: dict[str, Any] = {}
     """Native fields of SGLang's ServerArgs."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether some pass of the trainer replays, records or counts routes, and so needs Megatron's hook."""
+        replay = self.replay
+        return replay.actor != "off" or replay.reference != "off" or self.diagnostics.mismatch_every_steps > 0 or self.balances
+
+    @property
+    def balances(self) -> bool:
+        """Whether the update moves the correction bias or has an auxiliary loss, which must not see padding."""
+        return self.replay.expert_bias != "frozen" or self.replay.aux_loss != "frozen"
+
+    @property
+    def replays_rollout(self) -> bool:
+        """Whether some pass is forced onto the engine's routes."""
+        replay, reference = self.replay, self.replay.reference == "rollout" and self.objective.kl_coef > 0
+        evaluation = replay.evaluation == "rollout" and self.diagnostics.mismatch_every_steps > 0
+        return "rollout" in (replay.actor, self.old_logprobs_mode) or reference or evaluation
+
+    @property
+    def old_logprobs_mode(self) -> Literal["rollout", "off"] | None:
+        """Routes of the pass for the old logprobs; None where there is no such pass."""
+        replay = self.replay
+        if self.objective.epochs_per_batch == 1 and replay.actor != "proximal":
+            return None
+        if replay.old_logprobs == "auto":
+            return "rollout" if replay.actor == "rollout" else "off"
+        return replay.old_logprobs

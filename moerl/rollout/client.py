@@ -49,23 +49,36 @@ class EngineClient:
             await session.close()
 
     async def generate(
-        self, prompt_tokens: Sequence[int], *, rid: str, max_new_tokens: int, temperature: float, routes: bool
+        self, prompt_tokens: Sequence[int], *, rid: str, max_new_tokens: int, temperature: float, routes: bool, routes_from: int = 0
     ) -> dict[str, Any]:
-        """One completion; the raw reply with logprobs of the sampled tokens. Temperature 0 is greedy."""
-        replies = await self.generate_many(
-            [prompt_tokens], rids=[rid], max_new_tokens=max_new_tokens, temperature=temperature, routes=routes
-        )
-        return replies[0]
+        """One completion; the raw reply with logprobs of the sampled tokens. Arguments as for `generate_many`."""
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "routes": routes, "routes_from": routes_from}
+        return (await self.generate_many([prompt_tokens], rids=[rid], **options))[0]
 
     async def generate_many(
-        self, prompts: Sequence[Sequence[int]], *, rids: Sequence[str], max_new_tokens: int, temperature: float, routes: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        rids: Sequence[str],
+        max_new_tokens: int,
+        temperature: float,
+        routes: bool,
+        routes_from: int = 0,
     ) -> list[dict[str, Any]]:
-        """One completion per prompt in one HTTP request; raw replies in the order of `prompts`."""
+        """One completion per prompt in one HTTP request; raw replies in the order of `prompts`.
+
+        Args:
+            temperature: 0 is greedy.
+            routes: return the rows of routes, of prompt and completion.
+            routes_from: first row to return, of every prompt. Rows before it are known from an earlier turn, or from the request
+                that this one resumes; at most `len(prompt) - 1`, the row of the first sampled token.
+        """
         body = {
             "rid": list(rids),
             "input_ids": [list(tokens) for tokens in prompts],
             "return_logprob": True,
             "return_routed_experts": routes,
+            "routed_experts_start_len": routes_from,
             # All spelled out: the model folder's generation_config may hold defaults that would make logprobs and
             # sampling distribution disagree.
             "sampling_params": {
@@ -86,9 +99,12 @@ class EngineClient:
             raise EngineError(f"{self.url}/generate: no reply to request {missing[0]} ({len(missing)} of {len(rids)} are missing)")
         return [by_rid[rid] for rid in rids]
 
-    async def abort(self, rid_prefix: str) -> None:
-        """Abort all requests whose id begins with `rid_prefix`."""
-        await self._post("/abort_request", {"rid": rid_prefix}, self.request_timeout_s)
+    async def abort(self, rid: str) -> None:
+        """Abort a request; its reply then holds what it had sampled.
+
+        An id that the engine doesn't know is ignored, with success. With a known one, requests whose ids begin with it end too.
+        """
+        await self._post("/abort_request", {"rid": rid}, self.request_timeout_s)
 
     async def abort_all(self) -> None:
         await self._post("/abort_request", {"rid": "", "abort_all": True}, self.request_timeout_s)

@@ -47,15 +47,13 @@ def mismatch(d: np.ndarray) -> dict[str, float]:
     }
 
 
-def expert_load(routes: np.ndarray, experts: int) -> np.ndarray:
-    """Busiest expert over the mean, per layer.
-
-    Args:
-        routes: integer[row, layer, k].
-
-    Returns:
-        float[layer]; 1 is perfect balance.
-    """
+def expert_counts(routes: np.ndarray, experts: int) -> np.ndarray:
+    """How often each expert was chosen: int64[layer, experts] from integer[row, layer, k]."""
     layers = routes.shape[1]
     counts = np.bincount((routes.astype(np.int64) + experts * np.arange(layers)[:, None]).ravel(), minlength=layers * experts)
-    return counts.reshape(layers, experts).max(axis=1) * experts / max(1, routes.shape[0] * routes.shape[2])
+    return counts.reshape(layers, experts)
+
+
+def imbalance(counts: np.ndarray) -> np.ndarray:
+    """Busiest expert over the mean, per layer: float[layer] from int64[layer, experts]; 1 is perfect balance, 0 an unused layer."""
+    return counts.max(axis=1) * counts.shape[1] / np.maximum(1, counts.sum(axis=1))

@@ -1,36 +1,36 @@
 """Forces a Megatron model onto recorded experts, and reads the experts it would choose itself.
 
-Each router owns one of Megatron's `RouterReplay` objects. They are found by walking the model, layer by layer; Megatron's
-process-wide list is never read, because it also holds routers of other and of rebuilt models. The routes of a microbatch
-travel with the microbatch: a hook before each transformer layer reads the microbatch's number from the packed-sequence
-parameters that Megatron passes to the layer, and sets that layer's target. So pipeline order doesn't matter, and a
-recomputation in the backward pass, which gets the same parameters, gets the same routes.
+Routers are found by walking the model, layer by layer; Megatron's process-wide list is never read, because it also holds routers
+of other and of rebuilt models. Routers of multi-token-prediction layers, for which engines record nothing, choose by themselves.
 
     with replay.forced(routes):  one forward pass over all microbatches (and its backward)    -> replay.agreement
-    with replay.recorded() as natural:  one forward pass                                      -> natural.routes(microbatch)
+    with replay.recorded(real) as own:  one forward pass over all microbatches                -> own.ids(microbatch)
 
-Only the *choice* is forced: Megatron gathers the gate weights from the live scores at the forced experts, so the router
-learns as without replay.
+Each router's choice is made by a `chooser.Chooser` for the length of the pass, whatever the pipeline's order.
 
-Invariants: hooks, targets and actions exist only within `with`; every microbatch's routes are used exactly once per forward
-pass of each MoE layer and at most once per recomputation, which is counted and checked when the pass ends; what counts is the
-routing map that the router really returned.
+Invariants: hooks and choosers exist only within `with`; every microbatch's routes are used exactly once per forward pass of each
+MoE layer, and once per recomputation where there is one; every forced row used exactly its experts, by the routing map that the
+router really returned. All of it is checked when the pass ends, before an optimizer can step.
 """
 
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from moerl.config.guards import replay_problems
 from moerl.errors import ReplayError
-from moerl.routing.trace import Layout, describe
+from moerl.routing.chooser import Chooser, Pass, Routes, Seen
+from moerl.routing.layout import Layout, describe
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_layer import TransformerLayer
+
+__all__ = ["Agreement", "Own", "RouteReplay", "Routes", "moe_indices", "routers"]
 
 
 def routers(model: torch.nn.Module) -> "list[TopKRouter]":
@@ -40,36 +40,25 @@ def routers(model: torch.nn.Module) -> "list[TopKRouter]":
     return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
 
-def replay_problems(config: Any) -> list[str]:
-    """Settings of a TransformerConfig under which Megatron would ignore or bend forced routes, one sentence each."""
-    recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
-    balancing = config.moe_router_load_balancing_type
-    rules = (
-        (not config.moe_enable_routing_replay, "moe_enable_routing_replay must be true"),
-        (config.moe_router_fusion, "moe_router_fusion must be false: the fused router returns before replay"),
-        (
-            balancing in ("sinkhorn", "quantile_balancing"),
-            f"moe_router_load_balancing_type {balancing!r} chooses experts without asking replay; use 'none' or an auxiliary loss",
-        ),
-        (config.moe_expert_capacity_factor is not None, "moe_expert_capacity_factor must be unset: tokens would be dropped after replay"),
-        (
-            config.moe_token_dispatcher_type not in ("alltoall", "allgather"),
-            f"moe_token_dispatcher_type {config.moe_token_dispatcher_type!r} rebuilds expert ids from probabilities; use 'alltoall'",
-        ),
-        (config.moe_router_force_load_balancing, "moe_router_force_load_balancing must be false: it replaces the scores by random ones"),
-        (config.moe_router_force_biased is not None, "moe_router_force_biased must be unset: it replaces the scores"),
-        ("moe" in recompute, "recompute_modules must not contain 'moe': that recomputation can't see which microbatch it is for"),
-        (config.cuda_graph_impl != "none", f"cuda_graph_impl {config.cuda_graph_impl!r} skips the hooks that set targets; use 'none'"),
-        (config.overlap_moe_expert_parallel_comm, "overlap_moe_expert_parallel_comm must be false: it bypasses the layer's forward"),
-        (bool(config.mtp_num_layers), "mtp_num_layers must be unset: engines record no routes for multi-token-prediction layers"),
-        (config.transformer_impl == "inference_optimized", "transformer_impl 'inference_optimized' has another router"),
-    )
-    return [f"megatron.{text}" for wrong, text in rules if wrong]
+def moe_layers(model: Sequence[torch.nn.Module]) -> "list[tuple[TransformerLayer, TopKRouter]]":
+    """The decoder's MoE layers on this rank and their routers, by layer number; those of multi-token prediction are left out."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    modules = [module for chunk in model for module in chunk.modules()]
+    ahead = {id(inner) for module in modules if isinstance(module, MultiTokenPredictionLayer) for inner in module.modules()}
+    layers = [module for module in modules if isinstance(module, TransformerLayer) and id(module) not in ahead]
+    return sorted(((layer, router) for layer in layers for router in routers(layer)), key=lambda pair: pair[0].layer_number)
+
+
+def moe_indices(model: Sequence[torch.nn.Module], layout: Layout) -> tuple[int, ...]:
+    """Which of the layout's MoE layers (positions in `layout.layers`) this rank holds, ascending."""
+    return tuple(layout.layers.index(layer.layer_number - 1) for layer, _ in moe_layers(model))
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """(token, layer) decisions over real rows of one forward pass on this rank.
+    """(token, layer) decisions over the forced real rows of one forward pass on this rank.
 
     Attributes:
         agreeing: decisions in which the router's returned map held exactly the forced experts.
@@ -80,30 +69,24 @@ class Agreement:
     total: int
 
 
-@dataclass
-class _Pass:
-    """What is known about one pass while it runs. Keys are (microbatch, MoE index)."""
-
-    microbatches: int
-    routes: Sequence[torch.Tensor] | None = None
-    real: Sequence[torch.Tensor] = ()
-    counts: Sequence[int] = ()
-    forward: Counter[tuple[int, int]] = field(default_factory=Counter)
-    recomputed: Counter[tuple[int, int]] = field(default_factory=Counter)
-    agreeing: list[torch.Tensor] = field(default_factory=list)
-    total: int = 0
-    natural: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-
-
-class Natural:
+class Own:
     """The experts chosen in a recorded pass, on this rank."""
 
-    def __init__(self, state: _Pass, indices: tuple[int, ...]):
+    def __init__(self, state: Pass, indices: tuple[int, ...], layout: Layout):
         self._state, self._indices = state, indices
+        self._shape, self._dtype = layout.topk, torch.uint8 if layout.dtype.itemsize == 1 else torch.uint16
 
-    def routes(self, microbatch: int) -> torch.Tensor:
-        """int64[n, layers here, k] in router order, layers ascending."""
-        return torch.stack([self._state.natural[microbatch, index] for index in self._indices], dim=1)
+    def ids(self, microbatch: int) -> torch.Tensor:
+        """uint8|uint16[n, layers here, k] in router order, layers ascending."""
+        chosen = [self._state.chosen[microbatch, index] for index in self._indices]
+        if not chosen:
+            real = self._state.real[microbatch]
+            return torch.empty((len(real), 0, self._shape), dtype=self._dtype, device=real.device)
+        return torch.stack(chosen, dim=1).to(self._dtype)
+
+    def routes(self) -> list[Routes]:
+        """What was chosen, ready to be replayed: every row, padding included."""
+        return [Routes(self.ids(number), real) for number, real in enumerate(self._state.real)]
 
 
 class RouteReplay:
@@ -114,122 +97,117 @@ class RouteReplay:
         agreement: of the last forced pass.
     """
 
-    def __init__(self, model: Sequence[torch.nn.Module], layout: Layout):
+    def __init__(self, model: Sequence[torch.nn.Module], layout: Layout, *, bias_counts: Seen = "native", aux_loss: Seen = "native"):
         """
         Args:
             model: all chunks of this rank, wrapped or not.
             layout: of the whole model.
+            bias_counts: whose experts the update of the correction bias counts.
+            aux_loss: whose experts auxiliary balancing losses see.
 
         Raises:
             ReplayError: settings that defeat replay (all of them), or routers that don't fit the layout.
         """
-        from megatron.core.transformer.transformer_layer import TransformerLayer
-
-        self.layout = layout
+        self.layout, self.bias_counts, self.aux_loss = layout, bias_counts, aux_loss
         self.agreement: Agreement | None = None
         self._layers: dict[int, tuple[TransformerLayer, TopKRouter]] = {}
-        for layer in (module for chunk in model for module in chunk.modules() if isinstance(module, TransformerLayer)):
-            for router in routers(layer):
-                self._add(layer, router)
-        self._layers = dict(sorted(self._layers.items()))
+        for layer, router in moe_layers(model):
+            self._check(layer.layer_number - 1, router)
+            self._layers[layout.layers.index(layer.layer_number - 1)] = (layer, router)
         self.moe_indices = tuple(self._layers)
 
-    def _add(self, layer: "TransformerLayer", router: "TopKRouter") -> None:
-        if problems := replay_problems(router.config):
-            raise ReplayError("these settings would make Megatron ignore or bend the recorded routes:\n  - " + "\n  - ".join(problems))
-        number = layer.layer_number - 1
+    def _check(self, number: int, router: "TopKRouter") -> None:
+        if problems := replay_problems(vars(router.config)):
+            listed = "\n  - megatron.".join(("", *problems))
+            raise ReplayError(f"these settings would make Megatron ignore or bend the recorded routes:{listed}")
         if number not in self.layout.layers:
             raise ReplayError(f"layer {number} of the model has a router, but the routes are for {describe(self.layout)}")
         if (router.num_experts, router.topk) != (self.layout.experts, self.layout.topk):
             found = f"top-{router.topk} of {router.num_experts} experts"
             raise ReplayError(f"layer {number} routes to {found}, but the routes are for {describe(self.layout)}")
-        self._layers[self.layout.layers.index(number)] = (layer, router)
 
     @contextlib.contextmanager
-    def forced(self, routes: Sequence[torch.Tensor], real: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within, every forward pass of the model takes its experts from `routes`.
-
-        Args:
-            routes: per microbatch int64[n, layers here, k]: this rank's rows in router order, layers as in `moe_indices`.
-            real: per microbatch bool[n]: rows that count towards agreement (not padding).
+    def forced(self, routes: Sequence[Routes]) -> Iterator[None]:
+        """Within, every forward pass of the model takes its experts from `routes`, one entry per microbatch.
 
         Raises:
-            ReplayError: on leaving, if some routes were not used exactly once.
+            ReplayError: on leaving, if some routes were not used exactly once, or a row did not follow them.
         """
-        state = _Pass(len(routes), routes, real, [int(rows.sum()) for rows in real])
-        with self._hooked(state, "REPLAY_FORWARD"):
+        state = Pass([one.real for one in routes], routes, self.bias_counts, self.aux_loss)
+        with self._hooked(state):
             yield
-        agreeing = int(torch.stack(state.agreeing).sum()) if state.agreeing else 0
-        self.agreement = Agreement(agreeing, state.total)
+        self._check_uses(state)
+        self.agreement = self._check_followed(state)
+
+    @contextlib.contextmanager
+    def recorded(self, real: Sequence[torch.Tensor]) -> Iterator[Own]:
+        """Within, one forward pass chooses by itself and leaves its choice in the yielded object.
+
+        Args:
+            real: per microbatch bool[n] in router order, False at padding.
+        """
+        state = Pass(real, None, self.bias_counts, self.aux_loss)
+        with self._hooked(state):
+            yield Own(state, self.moe_indices, self.layout)
         self._check_uses(state)
 
     @contextlib.contextmanager
-    def recorded(self, microbatches: int) -> Iterator[Natural]:
-        """Within, one forward pass chooses by itself and leaves its choice in the yielded object."""
-        state = _Pass(microbatches)
-        with self._hooked(state, "RECORD"):
-            yield Natural(state, self.moe_indices)
-        self._check_uses(state)
-
-    @contextlib.contextmanager
-    def _hooked(self, state: _Pass, action: str) -> Iterator[None]:
-        from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-        handles = []
-        try:
+    def _hooked(self, state: Pass) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
             for position, (index, (layer, router)) in enumerate(self._layers.items()):
-                if router.router_replay.router_replay_action is not None:
+                if isinstance(router.router_replay, Chooser):
                     raise ReplayError("a replayed or recorded pass is already running on this model")
-                before, after = _hooks(state, index, position, router)
-                handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(router.register_forward_hook(after))
-            for _, router in self._layers.values():
-                router.router_replay.set_router_replay_action(RouterReplayAction[action])
+                chooser = Chooser(state, router, index=index, position=position, layer=self.layout.layers[index])
+                handles = [
+                    layer.self_attention.register_forward_pre_hook(chooser.before_attention, with_kwargs=True),
+                    router.register_forward_hook(chooser.after_router),
+                ]
+                if getattr(layer.mlp, "moe_layer_recompute", False):
+                    handles.append(layer.register_forward_hook(chooser.after_layer))
+                for handle in handles:
+                    stack.callback(handle.remove)
+                stack.callback(setattr, router, "router_replay", router.router_replay)
+                router.router_replay = chooser
+                stack.callback(chooser.release, router)
+                chooser.balance_on(router)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for _, router in self._layers.values():
-                router.router_replay.clear_router_replay_action()
-                router.router_replay.clear_indices()
 
-    def _check_uses(self, state: _Pass) -> None:
+    def _check_uses(self, state: Pass) -> None:
         wrong = []
-        for microbatch in range(state.microbatches):
-            for index in self.moe_indices:
+        for index in self.moe_indices:
+            again = max(state.recomputed[microbatch, index] for microbatch in range(len(state.real)))
+            for microbatch in range(len(state.real)):
                 forward, recomputed = state.forward[microbatch, index], state.recomputed[microbatch, index]
-                if forward != 1 or recomputed > 1:
+                if forward != 1 or recomputed != min(again, 1):
                     wrong.append(
                         f"microbatch {microbatch}, layer {self.layout.layers[index]}: {forward} forward uses, {recomputed} in recomputation"
                     )
         if wrong:
-            shown = "\n  - ".join(wrong[:8]) + (f"\n  - … {len(wrong) - 8} more" if len(wrong) > 8 else "")
-            raise ReplayError(f"routes must be used exactly once per forward pass (and once if recomputed); they were not:\n  - {shown}")
+            raise ReplayError(f"routes must be used exactly once per forward pass (and once if recomputed); they were not:{_listed(wrong)}")
+
+    def _check_followed(self, state: Pass) -> Agreement:
+        """One comparison for the whole pass, so that devices are waited for once."""
+        counted = {number: routes.counted.sum() for number, routes in enumerate(state.routes)} if self.moe_indices else {}
+        if not state.followed:
+            return Agreement(0, 0)
+        figures = torch.stack([*counted.values(), *(rows for _, rows in state.followed)]).tolist()
+        expected, followed = figures[: len(counted)], figures[len(counted) :]
+        uses: Counter[tuple[int, int]] = Counter()
+        wrong, agreeing, total = [], 0, 0
+        for (key, _), rows in zip(state.followed, followed, strict=True):
+            uses[key] += 1
+            microbatch, index = key
+            if uses[key] == 1:
+                agreeing, total = agreeing + rows, total + expected[microbatch]
+            if rows != expected[microbatch]:
+                when = "" if uses[key] == 1 else " in recomputation"
+                where = f"microbatch {microbatch}, layer {self.layout.layers[index]}"
+                wrong.append(f"{where}: {expected[microbatch] - rows} of {expected[microbatch]} rows used other experts{when}")
+        if wrong:
+            raise ReplayError(f"rows did not follow their routes; nothing may be trained on this pass:{_listed(wrong)}")
+        return Agreement(agreeing, total)
 
 
-def _hooks(state: _Pass, index: int, position: int, router: "TopKRouter") -> tuple[Any, Any]:
-    """(before the layer, after its router) for the MoE layer `index`, the `position`-th on this rank."""
-    current: list[int] = []
-
-    def before(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        microbatch = kwargs["packed_seq_params"].microbatch
-        current[:] = [microbatch]
-        if state.routes is not None:
-            router.router_replay.target_topk_idx = state.routes[microbatch][:, position]
-
-    def after(module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        microbatch = current[0]
-        # A graph task is running exactly when this forward is a recomputation inside the backward pass.
-        if torch._C._current_graph_task_id() != -1:
-            state.recomputed[microbatch, index] += 1
-            return
-        state.forward[microbatch, index] += 1
-        if state.routes is None:
-            state.natural[microbatch, index] = router.router_replay.get_recorded_indices()
-            return
-        real, routing_map = state.real[microbatch], output[1]
-        held = routing_map.gather(1, state.routes[microbatch][:, position]).all(dim=1) & (routing_map.sum(dim=1) == router.topk)
-        state.agreeing.append((held & real).sum())
-        state.total += state.counts[microbatch]
-
-    return before, after
+def _listed(lines: list[str], shown: int = 8) -> str:
+    more = [f"… {len(lines) - shown} more"] if len(lines) > shown else []
+    return "\n  - ".join(("", *lines[:shown], *more))

@@ -1,26 +1,45 @@
-"""From scored samples to packed microbatches: numpy only, before any parallel cut.
+"""From sequences to packed microbatches, and from those to what each rank needs: numpy only.
 
-    groups --sequences--> one `Sequence` per sample --pack--> microbatches per data-parallel rank --> scatter
+    sequences --pack--> microbatches per data-parallel rank --cut--> `Part`s: this rank's rows, this stage's layers of the routes
 
 A sequence of n tokens gives n - 1 positions: input token i, label token i + 1, routes row i. Sequences are laid one after
-another and each is padded to a multiple that context and sequence parallelism can cut. Invariant: every position of every
-sequence lands in exactly one microbatch of one data-parallel rank, and all ranks get the same number of microbatches.
+another and each is padded to a multiple that context and sequence parallelism can cut. Invariants: every position of every
+sequence lands in exactly one microbatch of one data-parallel rank, all ranks get the same number of microbatches, and the parts of
+a replica's ranks hold every row and every (row, layer) of the routes once.
 """
 
-from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from moerl.errors import TrainError
-from moerl.rollout.sample import Group, Sample
+from moerl.routing import shard
 from moerl.routing.layout import Layout, filler_routes
 
 
 @dataclass(frozen=True)
+class Sequence:
+    """One sample, ready to be packed.
+
+    Attributes:
+        tokens: int64[n].
+        loss_mask: float32[n - 1], of the labels `tokens[1:]`.
+        routes: uint8|uint16[n - 1, moe_layer, k], zero where not recorded; None without any.
+        columns: float32[n - 1] arrays by name, aligned with the labels.
+        recorded: bool[n - 1] rows whose routes are replayed; None where all are.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    routes: np.ndarray | None
+    columns: dict[str, np.ndarray]
+    recorded: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class Microbatch:
-    """Packed positions of some sequences (THD).
+    """Packed positions of some sequences (THD), whole.
 
     Attributes:
         tokens: int64[n] inputs.
@@ -31,6 +50,7 @@ class Microbatch:
         routes: uint8|uint16[n, moe_layer, k] or None; padding rows hold distinct, balanced experts.
         real: bool[n] False at padding.
         columns: further float32[n] arrays by name, zero where they don't apply: advantages, engine_logprobs, ...
+        forced: bool[n] False at rows that choose their own experts even under replay; None where none does.
     """
 
     tokens: np.ndarray
@@ -41,6 +61,7 @@ class Microbatch:
     routes: np.ndarray | None
     real: np.ndarray
     columns: dict[str, np.ndarray] = field(default_factory=dict)
+    forced: np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -48,48 +69,28 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """One sample, ready to be packed.
+class Part:
+    """What one rank needs of a microbatch.
 
     Attributes:
-        tokens: int64[n].
-        loss_mask: float32[n - 1], of the labels `tokens[1:]`.
-        routes: uint8|uint16[n - 1, moe_layer, k] or None.
-        columns: float32[n - 1] arrays by name, aligned with the labels.
+        cu_seqlens: int32[s + 1] of the whole microbatch.
+        tokens, labels, positions: int64[n_local], the rows of this context-parallel rank.
+        loss_mask: float32[n_local].
+        columns: float32[n_local] by name.
+        routes: uint8|uint16[n_router, layers here, k] in router order, or None.
+        router_real: bool[n_router].
+        forced: bool[n_router], or None where all rows are.
     """
 
+    cu_seqlens: np.ndarray
     tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
     loss_mask: np.ndarray
-    routes: np.ndarray | None
     columns: dict[str, np.ndarray]
-
-
-def sequences(groups: Iterable[Group], layout: Layout, advantages: Callable[[np.ndarray], np.ndarray]) -> list[Sequence]:
-    """One `Sequence` per sample, in order; the trace of each is verified against its tokens and the model.
-
-    Args:
-        advantages: rewards float32[g] of one group -> advantages float32[g].
-
-    Raises:
-        TraceError: a trace that does not belong to its tokens or to this model.
-    """
-    result = []
-    for group in groups:
-        rewards = np.array([sample.reward for sample in group.samples], np.float32)
-        for sample, advantage in zip(group.samples, advantages(rewards), strict=True):
-            result.append(_sequence(sample, layout, float(advantage)))
-    return result
-
-
-def _sequence(sample: Sample, layout: Layout, advantage: float) -> Sequence:
-    tokens = sample.tokens
-    trace = sample.load_trace().check_layout(layout).check_complete()
-    mask = np.zeros(len(tokens) - 1, np.float32)
-    engine = np.zeros(len(tokens) - 1, np.float32)
-    first = len(sample.prompt_tokens) - 1
-    mask[first:] = 1.0
-    engine[first:] = sample.logprob_array
-    return Sequence(tokens, mask, trace.ids, {"advantages": mask * advantage, "engine_logprobs": engine})
+    routes: np.ndarray | None
+    router_real: np.ndarray
+    forced: np.ndarray | None
 
 
 def pack(
@@ -118,6 +119,37 @@ def pack(
     return [micro[rank::dp] for rank in range(dp)]
 
 
+def equalise(micro: Seq[Microbatch], multiple: int, layout: Layout) -> list[Microbatch]:
+    """Append padding sequences until all have one size: pipeline stages exchange activations of one shape only."""
+    size = max((one.size for one in micro), default=0)
+    return [_grow(one, size, multiple, layout) for one in micro]
+
+
+def cut(microbatch: Microbatch, place: shard.Place) -> Part:
+    """The rows and layers of one rank.
+
+    Raises:
+        TrainError: a sequence cannot be cut evenly.
+    """
+    lengths = np.diff(microbatch.cu_seqlens)
+    if (lengths % place.multiple).any():
+        found = sorted({int(length) for length in lengths if length % place.multiple})[:8]
+        raise TrainError(f"padded sequence lengths must be multiples of {place.multiple} here, got {found}")
+    local = shard.context_rows(microbatch.cu_seqlens, place.cp)
+    router = shard.router_rows(microbatch.cu_seqlens, place.cp, place.tp)
+    return Part(
+        cu_seqlens=microbatch.cu_seqlens,
+        tokens=microbatch.tokens[local],
+        labels=microbatch.labels[local],
+        positions=microbatch.positions[local],
+        loss_mask=microbatch.loss_mask[local],
+        columns={name: column[local] for name, column in microbatch.columns.items()},
+        routes=None if microbatch.routes is None else shard.cut(microbatch.routes, microbatch.cu_seqlens, place),
+        router_real=microbatch.real[router],
+        forced=None if microbatch.forced is None else microbatch.forced[router],
+    )
+
+
 def _bins(sizes: np.ndarray, capacity: int, divisor: int) -> list[list[int]]:
     """Longest first into the emptiest of as few bins as hold everything; their number is a multiple of `divisor`."""
     count = divisor * max(1, -(-int(sizes.sum()) // (capacity * divisor)))
@@ -138,7 +170,7 @@ def _lay_out(items: Seq[Sequence], multiple: int, layout: Layout) -> Microbatch:
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     size = int(ends[-1])
     tokens, labels, positions = (np.zeros(size, np.int64) for _ in range(3))
-    mask, real = np.zeros(size, np.float32), np.zeros(size, bool)
+    mask, real, forced = np.zeros(size, np.float32), np.zeros(size, bool), np.ones(size, bool)
     columns = {name: np.zeros(size, np.float32) for name in (items[0].columns if items else ())}
     routes = filler_routes(size, layout) if all(item.routes is not None for item in items) else None
     for item, start, stop in zip(items, ends[:-1], ends[1:], strict=False):
@@ -148,13 +180,32 @@ def _lay_out(items: Seq[Sequence], multiple: int, layout: Layout) -> Microbatch:
         for name, column in item.columns.items():
             columns[name][rows] = column
         if routes is not None:
-            routes[rows] = item.routes
-    return Microbatch(tokens, labels, positions, ends, mask, routes, real, columns)
+            known = slice(None) if item.recorded is None else item.recorded
+            routes[rows][known] = item.routes[known]
+            forced[rows] = known if item.recorded is not None else True
+    return Microbatch(tokens, labels, positions, ends, mask, routes, real, columns, None if forced.all() else forced)
 
 
-def add_column(micro: Seq[Microbatch], name: str, values: Seq[np.ndarray]) -> list[Microbatch]:
-    """Microbatches with one more float32[n] column each."""
-    return [replace(one, columns={**one.columns, name: column}) for one, column in zip(micro, values, strict=True)]
+def _grow(one: Microbatch, size: int, multiple: int, layout: Layout) -> Microbatch:
+    rows = size - one.size
+    if rows <= 0:
+        return one
+
+    def grown(array: np.ndarray) -> np.ndarray:
+        return np.concatenate([array, np.zeros(rows, array.dtype)])
+
+    return replace(
+        one,
+        tokens=grown(one.tokens),
+        labels=grown(one.labels),
+        positions=np.concatenate([one.positions, np.arange(rows) % multiple]),
+        cu_seqlens=np.concatenate([one.cu_seqlens, np.arange(one.size + multiple, size + 1, multiple, dtype=np.int32)]),
+        loss_mask=grown(one.loss_mask),
+        routes=None if one.routes is None else np.concatenate([one.routes, filler_routes(rows, layout)]),
+        real=grown(one.real),
+        columns={name: grown(column) for name, column in one.columns.items()},
+        forced=None if one.forced is None else np.concatenate([one.forced, np.ones(rows, bool)]),
+    )
 
 
 def _padded(length: int, multiple: int) -> int:

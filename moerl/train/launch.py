@@ -133,8 +133,7 @@ def describe(config: Config, spec: ModelSpec) -> str:
         (
             f"model    {config.model.path}: {spec.family}, {spec.layers} layers ({len(spec.moe_layers)} MoE), "
             f"{spec.experts} experts, top-{spec.topk}",
-            f"trainer  {config.parallel.nproc_per_node} ranks ({sizes}), {config.train.dtype}, "
-            f"replay {'on' if config.train.replay else 'off'}",
+            f"trainer  {config.parallel.nproc_per_node} ranks ({sizes}), {config.train.dtype}, replay {config.replay.actor}",
             f"engines  {config.engine.count} x tp{config.engine.tp}, {config.engine.dtype}",
             f"run      {config.train.steps} steps of {samples} samples into {config.run.dir}",
             "nothing was started (--dry-run)",

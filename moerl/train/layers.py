@@ -6,12 +6,11 @@ local ones reject packed sequences, context parallelism and MLA's head sizes (co
 
     cu_seqlens --pack--> Packing (once per microbatch) --> PackedMLA --> PackedAttention, in every layer
 
-A packed row order is what everything here agrees on. Under context parallelism each padded sequence is cut into 2 * cp equal
-pieces and rank r holds pieces r and 2 * cp - 1 - r, so that causal work is balanced.
+A packed row order is what everything here agrees on; under context parallelism it is that of `routing.shard`.
 """
 
-import itertools
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from moerl.errors import ConfigError
+from moerl.routing.shard import context_rows
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,6 @@ class Packing(PackedSeqParams):
     rotary: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
 
-def zigzag_rows(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """Rows int64[n / size] of the packed microbatch held by context-parallel `rank`.
-
-    Args:
-        cu_seqlens: int[s + 1]; every length is divisible by 2 * size (by nothing if size is 1).
-    """
-    if size == 1:
-        return np.arange(int(cu_seqlens[-1]))
-    pieces = []
-    for start, stop in itertools.pairwise(cu_seqlens):
-        piece = (stop - start) // (2 * size)
-        for number in (rank, 2 * size - 1 - rank):
-            pieces.append(np.arange(start + number * piece, start + (number + 1) * piece))
-    return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
-
-
 def pack(cu_seqlens: np.ndarray, *, rank: int, size: int, microbatch: int, device: torch.device) -> Packing:
     """Everything attention needs to know about one packed microbatch.
 
@@ -98,7 +83,7 @@ def pack(cu_seqlens: np.ndarray, *, rank: int, size: int, microbatch: int, devic
     lengths = np.diff(cu)
     if (lengths <= 0).any():
         raise ValueError(f"packed sequences must have at least one row each, got lengths {lengths[:8].tolist()}")
-    rows = [zigzag_rows(cu, other, size) for other in range(size)]
+    rows = [context_rows(cu, (other, size)) for other in range(size)]
     mine = rows[rank]
     positions = mine - np.repeat(cu[:-1], lengths // size)
     gathered = np.empty(int(cu[-1]), np.int64)
@@ -168,6 +153,7 @@ class PackedAttention(torch.nn.Module):
         *,
         packed_seq_params: Packing,
         attn_mask_type: Any = None,
+        attention_bias: None = None,
     ) -> torch.Tensor:
         """[n_local, heads, d] each -> [n_local, heads, d of value]"""
         if self.cp_group.size() > 1:
@@ -197,6 +183,10 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: MLATransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The view joins the parts of x's gradient before they meet the residual's: recomputed or not, they are added in one order.
+        return super().forward(x.view_as(x))
 
 
 class PackedMLA(MLASelfAttention):
@@ -229,7 +219,7 @@ class PackedMLA(MLASelfAttention):
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """[n, 1, hidden] -> query, key [n, heads, nope + rope], value [n, heads, v], compressed query and key-value."""
-        config, heads = self.config, self.num_attention_heads_per_partition
+        config = self.config
         compressed_q, combined = self._qkv_down_projection(hidden_states)
         compressed_kv, rope_key = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         if config.sequence_parallel:
@@ -238,23 +228,35 @@ class PackedMLA(MLASelfAttention):
             rope_key = copy_to_tensor_model_parallel_region(rope_key, group=self.tp_group)
         compressed_q, compressed_kv, rope_key = compressed_q.squeeze(1), compressed_kv.squeeze(1), rope_key.squeeze(1)
 
-        if config.q_lora_rank is None:
-            query, _bias = self.linear_q_proj(compressed_q)
-        else:
+        if config.q_lora_rank is not None:
             compressed_q = self.q_layernorm(compressed_q)
-            query, _bias = self.linear_q_up_proj(compressed_q)
         compressed_kv = self.kv_layernorm(compressed_kv)
-        key_value, _bias = self.linear_kv_up_proj(compressed_kv)
 
+        up_project = partial(self._up_project, self._rotary_tables(packed_seq_params, compressed_q.dtype))
+        if self.recompute_up_proj:  # the base class discards the outputs after attention, and clears the attribute
+            self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=config.fp8 or config.fp4)
+            up_project = partial(self.qkv_up_checkpoint.checkpoint, up_project)
+        query, key, value = up_project(compressed_q, compressed_kv, rope_key)
+        return query, key, value, compressed_q, compressed_kv
+
+    def _up_project(
+        self,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        compressed_q: torch.Tensor,
+        compressed_kv: torch.Tensor,
+        rope_key: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normalised compressed rows (hidden ones for the queries without q_lora_rank) -> query, key, value, each contiguous."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        query, _bias = (self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj)(compressed_q)
+        key_value, _bias = self.linear_kv_up_proj(compressed_kv)
         query = query.view(-1, heads, self.q_head_dim)
         key_value = key_value.view(-1, heads, config.qk_head_dim + config.v_head_dim)
         plain_query, rope_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         plain_key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        cos, sin = self._rotary_tables(packed_seq_params, query.dtype)
-        query = torch.cat([plain_query, _rotate(rope_query, cos, sin)], dim=-1)
-        rope_key = _rotate(rope_key.unsqueeze(1), cos, sin).expand(-1, heads, -1)
-        key = torch.cat([plain_key, rope_key], dim=-1)
-        return query, key, value, compressed_q, compressed_kv
+        query = torch.cat([plain_query, _rotate(rope_query, *rotary)], dim=-1)
+        rope_key = _rotate(rope_key.unsqueeze(1), *rotary).expand(-1, heads, -1)
+        return query, torch.cat([plain_key, rope_key], dim=-1), value.contiguous()
 
     def _rotary_tables(self, packing: Packing, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         if packing.rotary is None:
@@ -282,8 +284,10 @@ def block_spec(config: MLATransformerConfig, vp_stage: int | None) -> Transforme
     engine = config.transformer_impl == "transformer_engine"
     if engine and config.q_lora_rank is None:
         raise ConfigError("Transformer Engine layers add a query norm where q_lora_rank is absent; set megatron.transformer_impl = 'local'")
-    if not engine and config.recompute_granularity == "selective" and "mla_up_proj" in config.recompute_modules:
-        raise ConfigError("megatron.recompute_modules: 'mla_up_proj' needs Transformer Engine layers; remove it")
+    # By default this class asks for Transformer Engine's fp8 state, even without fp8; Megatron's layers leave it at the default.
+    normed_again = config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules
+    if normed_again and not HAVE_TE and CheckpointWithoutOutput().fp8:
+        raise ConfigError("megatron.recompute_modules: 'layernorm' needs Transformer Engine, which is not installed; remove 'layernorm'")
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)
     if engine:
         return stock

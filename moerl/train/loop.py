@@ -16,10 +16,11 @@ from moerl.errors import EngineError, ReshardError
 from moerl.models import ModelSpec
 from moerl.rollout.sample import Group
 from moerl.train import checkpoint
-from moerl.train.batch import Microbatch, pack, sequences
+from moerl.train.batch import Part, cut, equalise, pack
 from moerl.train.launch import Options
 from moerl.train.objective import group_advantages
 from moerl.train.run import Run, open_run
+from moerl.train.samples import sequences
 from moerl.train.source import Source, rollout_metrics
 from moerl.train.trainer import train_step
 
@@ -36,8 +37,8 @@ def train(config: Config, spec: ModelSpec, options: Options) -> None:
             with run.phase("rollout"):
                 groups = on_engines(run, lambda source: source.groups(run.progress))
             with run.phase("pack"):
-                micro = share(run, groups)
-            metrics = train_step(run.trainer, micro, step, run.phase)
+                parts, fates = share(run, groups)
+            metrics = train_step(run.trainer, parts, step, run.phase)
             run.progress = replace(
                 run.progress, step=step + 1, version=step + 1, position=run.progress.position + config.rollout.prompts_per_step
             )
@@ -45,7 +46,7 @@ def train(config: Config, spec: ModelSpec, options: Options) -> None:
                 metrics |= push(run)
             with run.phase("checkpoint"):
                 save(run)
-            run.log(step, {**rollout_metrics(groups or []), **metrics, **evaluate(run)})
+            run.log(step, {**rollout_metrics(groups or []), **fates, **metrics, **evaluate(run)})
         run.finish()
 
 
@@ -65,23 +66,31 @@ def on_engines[T](run: Run, work: Callable[[Source], T]) -> T | None:
         push(run)
 
 
-def share(run: Run, groups: list[Group] | None) -> list[Microbatch]:
-    """Pack on rank 0; every rank receives the microbatches of its data-parallel replica, and only those."""
-    trainer, parts = run.trainer, None
+def share(run: Run, groups: list[Group] | None) -> tuple[list[Part], dict[str, float]]:
+    """Pack on rank 0; every rank receives its rows and layers of the microbatches of its data-parallel replica, and only those.
+
+    Returns:
+        (this rank's parts, on rank 0 what became of the routes).
+    """
+    config, trainer, parts, fates = run.config, run.trainer, None, {}
     if groups is not None:
-        items = sequences(groups, trainer.layout, group_advantages(run.config.objective))
+        routing = {"needed": config.replays_rollout, "version": run.progress.version}
+        items, fates = sequences(groups, trainer.layout, group_advantages(config.objective), config.replay, **routing)
+        multiple = trainer.ranks.sequence_multiple
         replicas = pack(
             items,
-            tokens_per_microbatch=run.config.train.tokens_per_microbatch,
+            tokens_per_microbatch=config.train.tokens_per_microbatch,
             dp=trainer.ranks.dp[1],
-            multiple=trainer.ranks.sequence_multiple,
+            multiple=multiple,
             rounds=trainer.ranks.microbatch_multiple,
             layout=trainer.layout,
         )
-        parts = [replicas[replica] for replica in run.replicas]
-    mine: list[list[Microbatch]] = [[]]
+        if trainer.ranks.pp[1] > 1:
+            replicas = [equalise(micro, multiple, trainer.layout) for micro in replicas]
+        parts = [[cut(one, place) for one in replicas[replica]] for replica, place in run.places]
+    mine: list[list[Part]] = [[]]
     dist.scatter_object_list(mine, parts, src=0)
-    return mine[0]
+    return mine[0], fates
 
 
 def push(run: Run) -> dict[str, object]:

@@ -162,7 +162,9 @@ def _read_ranks(device: platform.Device, vpp: int) -> Ranks:
 def shutdown() -> None:
     """Leave all process groups. The process may `initialise` again afterwards, on the same device."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
+    destroy_moe_metrics_tracker()  # sized for the model that was here
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -213,7 +215,7 @@ def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
         "moe_router_bias_update_rate": config.train.expert_bias_update_rate,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_enable_routing_replay": True,
+        "moe_enable_routing_replay": config.replays,
         "bias_activation_fusion": engine,
     }
     if not _PIPELINE_OPTIONS & config.megatron.keys():
@@ -222,6 +224,9 @@ def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
     known = {field.name for field in fields(MLATransformerConfig)}
     if unknown := sorted(set(config.megatron) - known):
         raise ConfigError([f"megatron.{name} is not an option of the installed Megatron's MLATransformerConfig" for name in unknown])
+    if options.get("overlap_moe_expert_parallel_comm") and spec.layers - 1 not in spec.moe_layers:
+        wrong = "its schedule leaves out the final norm of a model whose last layer is dense, like this one"
+        raise ConfigError([f"megatron.overlap_moe_expert_parallel_comm must be false: {wrong}"])
     try:
         return MLATransformerConfig(**options)
     except (ValueError, AssertionError, TypeError) as error:
@@ -279,7 +284,7 @@ def build_model(spec: ModelSpec, config: Config, ranks: Ranks, *, trainable: boo
         chunk.moerl_vocab_size = spec.vocab_size
         chunks.append(chunk.to(ranks.torch_device))
     for router in (router for chunk in chunks for router in routers(chunk)):
-        router.frozen_expert_bias = config.train.expert_bias_update_rate == 0
+        router.frozen_expert_bias = config.replay.expert_bias == "frozen"
         _forget_globally(router.router_replay)
     if trainable:
         return [_wrap(chunk, number) for number, chunk in enumerate(chunks)]

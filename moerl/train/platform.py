@@ -179,6 +179,7 @@ def _streams() -> None:
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: stream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.record_stream = lambda self, stream: None
 
 
 # ------------------------------------------------------------------------------------------------------------- Megatron
@@ -189,6 +190,23 @@ def _rng_tracker() -> None:
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+def _checkpoint_fp8() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _share_storage() -> None:
+    from megatron.core.tensor_parallel import random
+
+    def refill(emptied: torch.Tensor, recomputed: torch.Tensor) -> None:
+        target, source = emptied.untyped_storage(), recomputed.untyped_storage()
+        target.resize_(source.nbytes())
+        target.copy_(source)
+
+    random._get_share_storage = lambda: refill
 
 
 @contextlib.contextmanager
@@ -274,8 +292,10 @@ PATCHES: tuple[Patch, ...] = (
     Patch("current_device", "buffers of embedding, attention and router are put on torch.cuda.current_device()", _current_device),
     Patch("factories", 'literal device="cuda" in schedules, optimizer and gradient clipping', _factories),
     Patch("cuda_method", "`.cuda()` on tensors under context parallelism", _cuda_method),
-    Patch("streams", "token dispatcher and shared experts create CUDA streams", _streams),
+    Patch("streams", "token dispatcher, shared experts and overlapped schedules create CUDA streams, and tensors record them", _streams),
     Patch("rng_tracker", "Megatron keeps generator states through private CUDA functions", _rng_tracker, True),
+    Patch("checkpoint_fp8", "selective recomputation asks Transformer Engine for an fp8 state by default", _checkpoint_fp8, True),
+    Patch("share_storage", "selective recomputation compiles a C++ extension in the first backward pass, with ninja", _share_storage, True),
     Patch("type_tests", "optimizers test `param.type()` against CUDA type names", _type_tests, True),
     Patch("splits", "all-to-all split sizes stay tensors, which torch refuses", _splits, True),
     Patch("uneven_collectives", "gloo refuses uneven gather and reduce-scatter (expert tensor parallelism)", _uneven_collectives, True),

@@ -26,6 +26,7 @@ from moerl.observe.timer import PhaseTimer
 from moerl.observe.wait import waiting
 from moerl.reshard.sync import WeightSync
 from moerl.rollout import store
+from moerl.routing.shard import Place
 from moerl.train import checkpoint, megatron, progress
 from moerl.train.export import export_hf
 from moerl.train.launch import Options, rollout_folder
@@ -42,7 +43,7 @@ class Run:
     """What the loop works with. `source`, `sinks` are on rank 0 only; `sync` is None where nothing is served.
 
     Attributes:
-        replicas: data-parallel rank of every global rank.
+        places: (data-parallel rank, place within the replica) of every global rank.
     """
 
     config: Config
@@ -52,7 +53,7 @@ class Run:
     source: Source | None
     sync: WeightSync | None
     progress: Progress
-    replicas: list[int]
+    places: list[tuple[int, Place]]
     timer: PhaseTimer
     console: RunConsole
     sinks: Sinks | None
@@ -125,9 +126,9 @@ def open_run(config: Config, spec: ModelSpec, options: Options) -> Iterator[Run]
         if resume:
             checkpoint.load(resume.folder, trainer.model, trainer.optimizer, same_layout=resume.same_layout)
         sync = _open_sync(stack, config, spec, pool) if live else None
-        replicas: list[int] = [0] * ranks.world
-        dist.all_gather_object(replicas, ranks.dp[0])
-        yield Run(config, spec, folder, trainer, source, sync, at, replicas, PhaseTimer(console.phase), console, sinks, started)
+        places: list[Any] = [None] * ranks.world
+        dist.all_gather_object(places, (ranks.dp[0], trainer.place))
+        yield Run(config, spec, folder, trainer, source, sync, at, places, PhaseTimer(console.phase), console, sinks, started)
 
 
 def _open_sync(stack: ExitStack, config: Config, spec: ModelSpec, pool: EnginePool | None) -> WeightSync:
@@ -163,7 +164,7 @@ def _facts(config: Config, spec: ModelSpec, world: int, at: Progress, options: O
     live = f"{engine.count} SGLang engine(s), tp {engine.tp}, {engine.dtype}"
     return {
         "model": f"{config.model.path} ({spec.family}, {len(spec.moe_layers)} MoE layers, {spec.experts} experts, top-{spec.topk})",
-        "trainer": f"Megatron, {world} rank(s), {config.train.dtype}, replay {'on' if config.train.replay else 'off'}",
+        "trainer": f"Megatron, {world} rank(s), {config.train.dtype}, replay {config.replay.actor}",
         "rollouts": f"recorded in {options.rollouts}" if options.rollouts else live,
         "task": f"{config.task.kind} {config.task.name or config.task.path}, reward {config.task.reward}",
         "run folder": f"{config.run.dir}" + (f", continued after step {at.step}" if at.step else ""),

@@ -1,13 +1,14 @@
 """One rank's trainer: model, optimizer, replay; and what one step does with its microbatches.
 
-    microbatches --(natural pass: what would the trainer have chosen?)--> --forward and backward under replay--> optimizer
+    parts --to the device--> --(what would the trainer have done by itself?)--> old logprobs --> update under replay --> optimizer
 
-Everything here is collective over the trainer's ranks. Statistics come back the same on every rank.
+Which experts each pass runs is decided here, by role, from `[replay]`; a pass's choosers are gone when it ends. Everything is
+collective over the trainer's ranks. Statistics come back the same on every rank.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,13 @@ from moerl.config.schema import Config
 from moerl.errors import TrainError
 from moerl.models import ModelSpec
 from moerl.models.shard import Shard
-from moerl.routing.compare import differing, expert_load, mismatch
-from moerl.routing.replay import RouteReplay
-from moerl.routing.trace import Layout
+from moerl.routing.compare import differing, expert_counts, imbalance, mismatch
+from moerl.routing.layout import Layout
+from moerl.routing.replay import Own, RouteReplay, Routes, moe_indices
+from moerl.routing.shard import Place
 from moerl.train import megatron, weights
-from moerl.train.batch import Microbatch, add_column
-from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward
+from moerl.train.batch import Part
+from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward, localise
 from moerl.train.objective import grpo_loss
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -35,9 +37,9 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 class Trainer:
     """Attributes:
     model: this rank's chunks, trainable.
-    replay: None when training runs on the model's own routes.
-    recorder: reads what the model would choose; also the only way `replay` knows the routers.
-    reference: frozen policy at version 0, None unless a KL to it is part of the objective.
+    place: which part of a microbatch it needs.
+    replay: None when no pass replays or records routes.
+    reference: frozen policy at version 0, None unless a KL to it is part of the objective; with its own replay.
     """
 
     config: Config
@@ -46,16 +48,14 @@ class Trainer:
     ranks: megatron.Ranks
     model: list[torch.nn.Module]
     optimizer: Any
-    recorder: RouteReplay
+    place: Place
+    replay: RouteReplay | None
     reference: list[torch.nn.Module] | None
-
-    @property
-    def replay(self) -> RouteReplay | None:
-        return self.recorder if self.config.train.replay else None
+    reference_replay: RouteReplay | None
 
     @property
     def passes(self) -> dict[str, Any]:
-        """Arguments that every pass over the model shares."""
+        """Arguments that every pass over a model shares."""
         return {"temperature": self.config.rollout.temperature, "fp32_head": self.config.train.fp32_head}
 
     def shards(self) -> list[Shard]:
@@ -65,14 +65,21 @@ class Trainer:
 
 def build(config: Config, spec: ModelSpec, ranks: megatron.Ranks) -> Trainer:
     """Build the model with the weights in `config.model.path`, its optimizer, and the reference if one is needed."""
+    layout = Layout(spec.moe_layers, spec.experts, spec.topk)
     model = megatron.build_model(spec, config, ranks)
     weights.load_hf(model, spec, config.model.path, ranks)
-    reference = None
+    reference, reference_replay = None, None
     if config.objective.kl_coef > 0:
         reference = megatron.build_model(spec, config, ranks, trainable=False)
         weights.load_hf(reference, spec, config.model.path, ranks)
-    layout = Layout(spec.moe_layers, spec.experts, spec.topk)
-    return Trainer(config, spec, layout, ranks, model, megatron.build_optimizer(model, config), RouteReplay(model, layout), reference)
+        reference_replay = RouteReplay(reference, layout) if config.replay.reference != "off" else None
+    replay = None
+    if config.replays:
+        sees = {"bias_counts": config.replay.expert_bias, "aux_loss": config.replay.aux_loss}
+        replay = RouteReplay(model, layout, **{name: value for name, value in sees.items() if value != "frozen"})
+    place = Place(ranks.cp, ranks.tp, moe_indices(model, layout))
+    optimizer = megatron.build_optimizer(model, config)
+    return Trainer(config, spec, layout, ranks, model, optimizer, place, replay, reference, reference_replay)
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -85,94 +92,164 @@ def learning_rate(config: Config, step: int) -> float:
     return train.lr * (1.0 + done * (train.lr_final_ratio - 1.0))
 
 
-def train_step(trainer: Trainer, micro: Sequence[Microbatch], step: int, phase: Phase) -> dict[str, Any]:
-    """Train on the microbatches of this data-parallel rank.
+def train_step(trainer: Trainer, parts: Sequence[Part], step: int, phase: Phase) -> dict[str, Any]:
+    """Train on this rank's parts of the step's microbatches.
 
     Returns:
         Metrics of the step, over all ranks.
 
     Raises:
         TrainError: the loss or the gradient is not finite; the optimizer was not stepped.
+        ReplayError: some row did not follow its routes, or routes were not used exactly once; the optimizer was not stepped.
     """
     config, metrics = trainer.config, {}
+    local = localise(parts, trainer.ranks)
     every = config.diagnostics.mismatch_every_steps
     if every and step % every == 0:
         with phase("natural"):
-            metrics |= measure_natural(trainer, micro)
+            metrics |= measure(trainer, local)
     with phase("logprobs"):
-        micro = _with_old_logprobs(trainer, micro)
+        local, proximal = _with_old_logprobs(trainer, local)
+    routes = _routes(config.replay.actor, local, proximal)
     lr = learning_rate(config, step)
     for epoch in range(config.objective.epochs_per_batch):
-        with phase("forward_backward"):
-            found = _forward_backward(trainer, micro)
+        with phase("forward_backward"), _updating(trainer, local, routes):
+            found = _forward_backward(trainer, local)
         if epoch == 0:
             metrics |= found
         if not math.isfinite(found["loss"]):
             raise TrainError(f"step {step}: the loss is {found['loss']}; the step was refused, the weights are those of the last step")
         with phase("optimizer"):
             norm = megatron.optimizer_step(trainer.optimizer, lr)
-    return {**metrics, "grad_norm": norm, "lr": lr, "microbatches": len(micro)}
+    return {**metrics, **_replay_metrics(trainer, parts, routes), "grad_norm": norm, "lr": lr, "microbatches": len(parts)}
 
 
-def measure_natural(trainer: Trainer, micro: Sequence[Microbatch]) -> dict[str, float]:
-    """What the same weights do on the same tokens without replay: routes that differ, and the gap that this makes."""
-    answers = compute_logprobs(trainer.model, micro, trainer.ranks, recorder=trainer.recorder, **trainer.passes)
-    differ, decisions, gaps = 0, 0, []
-    for (logprobs, routes), one in zip(answers, micro, strict=True):
-        here = differing(routes[one.real], one.routes[one.real])
-        differ, decisions = differ + int(here.sum()), decisions + here.size
-        keep = one.loss_mask > 0
-        gaps.append((logprobs - one.columns["engine_logprobs"])[keep])
-    mine = (differ, decisions, np.concatenate(gaps)) if _speaks_for_replica(trainer.ranks) else (0, 0, np.zeros(0))
-    differ, decisions, gap = _sum_over_ranks(mine)
-    return {"natural_flip_share": differ / max(1, decisions), **_suffixed(mismatch(gap), "natural")}
+def measure(trainer: Trainer, local: Sequence[LocalMicrobatch]) -> dict[str, float]:
+    """What the weights about to be trained do on these tokens, in a pass of its own with the routes of `replay.evaluation`.
+
+    Returns:
+        off: the gap of the trainer's own routing (`*_natural`), and the share of recorded decisions it would have made otherwise;
+        rollout: the gap that replay leaves before the update (`*_forced`).
+    """
+    if trainer.config.replay.evaluation == "rollout":
+        with trainer.replay.forced(_routes("rollout", local, None)):
+            logprobs = compute_logprobs(trainer.model, local, trainer.ranks, **trainer.passes)
+        return _suffixed(mismatch(_gap(trainer, local, logprobs)), "forced")
+    with trainer.replay.recorded([rows.real for rows in local]) as own:
+        logprobs = compute_logprobs(trainer.model, local, trainer.ranks, **trainer.passes)
+    differ, decisions = _flips(own, local)
+    differ, decisions = _sum_over_ranks((differ, decisions))
+    found = _suffixed(mismatch(_gap(trainer, local, logprobs)), "natural")
+    return {"natural_flip_share": differ / decisions, **found} if decisions else found
 
 
-def _with_old_logprobs(trainer: Trainer, micro: Sequence[Microbatch]) -> Sequence[Microbatch]:
-    """Add the columns that the objective compares with: the policy before the first of several updates, and the reference."""
-    if trainer.config.objective.epochs_per_batch > 1:
-        old = compute_logprobs(trainer.model, micro, trainer.ranks, replay=trainer.replay, **trainer.passes)
-        micro = add_column(micro, "old_logprobs", [logprobs for logprobs, _ in old])
+def _flips(own: Own, local: Sequence[LocalMicrobatch]) -> tuple[int, int]:
+    """(recorded decisions of this rank's rows and layers that the model would have made otherwise, all of them)."""
+    differ, decisions = 0, 0
+    for number, rows in enumerate(local):
+        if rows.routes is not None:
+            counted = rows.routes.counted.cpu().numpy()
+            here = differing(own.ids(number).cpu().numpy()[counted], rows.routes.ids.cpu().numpy()[counted])
+            differ, decisions = differ + int(here.sum()), decisions + here.size
+    return differ, decisions
+
+
+def _gap(trainer: Trainer, local: Sequence[LocalMicrobatch], logprobs: Sequence[torch.Tensor]) -> np.ndarray:
+    """float64[m] trainer minus engine logprob of all trained tokens of all ranks."""
+    gaps = [_trained_gap(rows, found) for rows, found in zip(local, logprobs, strict=True)] if _holds_own_rows(trainer.ranks) else []
+    return _sum_over_ranks((np.concatenate(gaps) if gaps else np.zeros(0),))[0]
+
+
+def _trained_gap(rows: LocalMicrobatch, logprobs: torch.Tensor) -> np.ndarray:
+    keep = rows.loss_mask > 0
+    return (logprobs.detach() - rows.columns["engine_logprobs"])[keep].double().cpu().numpy()
+
+
+def _routes(mode: str, local: Sequence[LocalMicrobatch], proximal: list[Routes] | None) -> list[Routes] | None:
+    """What a pass in `mode` is forced onto, per microbatch; None lets it choose."""
+    if mode == "off":
+        return None
+    if mode == "proximal":
+        return proximal
+    if gone := [number for number, rows in enumerate(local) if rows.routes is None]:
+        raise TrainError(
+            f"microbatch {gone[0]} carries no routes, but a pass replays the engine's; record them, or set the pass's mode to 'off'"
+        )
+    return [rows.routes for rows in local]
+
+
+def _forced(replay: RouteReplay | None, routes: list[Routes] | None) -> AbstractContextManager[None]:
+    return nullcontext() if replay is None or routes is None else replay.forced(routes)
+
+
+def _updating(trainer: Trainer, local: Sequence[LocalMicrobatch], routes: list[Routes] | None) -> AbstractContextManager[Any]:
+    """The update's pass. One that chooses by itself is watched only if balancing statistics are at stake."""
+    if routes is None and trainer.config.balances:
+        return trainer.replay.recorded([rows.real for rows in local])
+    return _forced(trainer.replay, routes)
+
+
+def _with_old_logprobs(trainer: Trainer, local: list[LocalMicrobatch]) -> tuple[list[LocalMicrobatch], list[Routes] | None]:
+    """Add the columns that the objective compares with: the policy before the first of several updates, and the reference.
+
+    Returns:
+        (microbatches, the experts that the pass for the old logprobs chose, where the update replays them).
+    """
+    config, proximal = trainer.config, None
+    if config.old_logprobs_mode is not None:
+        records = config.replay.actor == "proximal"
+        routes = _routes(config.old_logprobs_mode, local, None)
+        with trainer.replay.recorded([rows.real for rows in local]) if records else _forced(trainer.replay, routes) as own:
+            found = compute_logprobs(trainer.model, local, trainer.ranks, **trainer.passes)
+        proximal = own.routes() if records else None
+        local = _with_column(local, "old_logprobs", found)
     if trainer.reference is not None:
-        known = compute_logprobs(trainer.reference, micro, trainer.ranks, **trainer.passes)
-        micro = add_column(micro, "reference_logprobs", [logprobs for logprobs, _ in known])
-    return micro
+        with _forced(trainer.reference_replay, _routes(config.replay.reference, local, proximal)):
+            found = compute_logprobs(trainer.reference, local, trainer.ranks, **trainer.passes)
+        local = _with_column(local, "reference_logprobs", found)
+    return local, proximal
 
 
-def _forward_backward(trainer: Trainer, micro: Sequence[Microbatch]) -> dict[str, Any]:
+def _with_column(local: list[LocalMicrobatch], name: str, columns: Sequence[torch.Tensor]) -> list[LocalMicrobatch]:
+    """The loss is computed on the last stage only, and only there is anything to add."""
+    return [rows.with_column(name, column) for rows, column in zip(local, columns, strict=True)] if columns else local
+
+
+def _forward_backward(trainer: Trainer, local: Sequence[LocalMicrobatch]) -> dict[str, Any]:
     objective, gaps = trainer.config.objective, []
 
     def loss_fn(outputs: TokenOutputs, rows: LocalMicrobatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         loss, tokens, sums = grpo_loss(objective, outputs.logprobs, outputs.entropy, rows.loss_mask, rows.columns)
-        keep = rows.loss_mask > 0
-        gaps.append((outputs.logprobs.detach() - rows.columns["engine_logprobs"])[keep].float().cpu().numpy())
+        gaps.append(_trained_gap(rows, outputs.logprobs))
         return loss, tokens, {**sums, "loss": loss, "tokens": tokens}
 
-    results = forward_backward(trainer.model, micro, trainer.ranks, loss_fn=loss_fn, replay=trainer.replay, **trainer.passes)
+    results = forward_backward(trainer.model, local, trainer.ranks, loss_fn=loss_fn, **trainer.passes)
     sums = {name: sum(float(result[name]) for result in results) for name in (results[0] if results else ())}
     sums, gap = _sum_over_ranks(
         (sums, np.concatenate(gaps) if gaps else np.zeros(0)) if _holds_own_rows(trainer.ranks) else ({}, np.zeros(0))
     )
     tokens = max(1.0, sums.pop("tokens"))
     metrics: dict[str, Any] = {name: value / tokens for name, value in sums.items()}
-    metrics |= {"response_tokens": int(tokens), **_suffixed(mismatch(gap), "replay" if trainer.replay else "trained")}
-    return metrics | _replay_metrics(trainer, micro)
+    replays = trainer.config.replay.actor != "off"
+    return metrics | {"response_tokens": int(tokens), **_suffixed(mismatch(gap), "replay" if replays else "trained")}
 
 
-def _replay_metrics(trainer: Trainer, micro: Sequence[Microbatch]) -> dict[str, Any]:
-    load = [expert_load(one.routes[one.real], trainer.layout.experts).max(initial=0.0) for one in micro if one.real.any()]
-    metrics = {"expert_load_max": float(np.max(load, initial=0.0))}
-    if trainer.replay is not None:
-        # tensor-parallel ranks hold other rows under sequence parallelism and the same ones without: the share is right either way
-        found = trainer.replay.agreement
-        agreeing, total = _sum_over_ranks((found.agreeing, found.total))
-        metrics["replay_agreement"] = agreeing / max(1, total)
+def _replay_metrics(trainer: Trainer, parts: Sequence[Part], routes: list[Routes] | None) -> dict[str, float]:
+    """How the experts recorded for the step are used, and how many decisions of the update followed what they were forced onto."""
+    layout, metrics = trainer.layout, {}
+    counts = np.zeros((len(layout.layers), layout.experts), np.int64)
+    for part in parts:
+        if part.routes is not None:
+            known = part.router_real if part.forced is None else part.router_real & part.forced
+            counts[list(trainer.place.moe_indices)] += expert_counts(part.routes[known], layout.experts)
+    total = torch.from_numpy(counts).to(trainer.ranks.torch_device)
+    dist.all_reduce(total)
+    if bool(total.any()):
+        metrics["expert_load_max"] = float(imbalance(total.cpu().numpy()).max())
+    if routes is not None:
+        agreeing, decisions = _sum_over_ranks((trainer.replay.agreement.agreeing, trainer.replay.agreement.total))
+        metrics["replay_agreement"] = agreeing / max(1, decisions)
     return metrics
-
-
-def _speaks_for_replica(ranks: megatron.Ranks) -> bool:
-    """One rank per data-parallel replica, for figures that all ranks of the replica hold alike."""
-    return ranks.tp[0] == ranks.pp[0] == ranks.cp[0] == 0
 
 
 def _holds_own_rows(ranks: megatron.Ranks) -> bool:

@@ -28,11 +28,14 @@ from moerl.errors import TrainError
 from moerl.models import read_spec
 from moerl.rollout.sample import Prompt
 from moerl.rollout.tasks import load_task
-from moerl.routing.trace import Layout
+from moerl.routing.layout import Layout
+from moerl.routing.replay import RouteReplay
+from moerl.routing.shard import Place
 from moerl.train import megatron, weights
-from moerl.train.batch import Sequence, pack
+from moerl.train.assemble import whole_logprobs
+from moerl.train.batch import Microbatch, Sequence, cut, equalise, pack
 from moerl.train.export import export_hf
-from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward
+from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward, localise
 from moerl.train.objective import supervised_loss
 
 _STAMP = "warmstart.json"
@@ -108,7 +111,8 @@ def _settings(config: Config, recipe: Recipe, path: str) -> Config:
             "expert_bias_update_rate": recipe.expert_bias_update_rate,
         }
     )
-    return config.model_copy(update={"train": train, "model": config.model.model_copy(update={"path": path})})
+    replay = config.replay.model_copy(update={"actor": "off", "expert_bias": "native"})
+    return config.model_copy(update={"train": train, "replay": replay, "model": config.model.model_copy(update={"path": path})})
 
 
 def _fit(
@@ -116,7 +120,7 @@ def _fit(
 ) -> dict[str, Any]:
     spec = read_spec(settings.model.path)
     layout = Layout(spec.moe_layers, spec.experts, spec.topk)
-    optimizer = megatron.build_optimizer(model, settings)
+    optimizer, replay = megatron.build_optimizer(model, settings), RouteReplay(model, layout)
     loss = functools.partial(_loss, recipe.entropy_bonus)
     rng, started = np.random.default_rng(settings.run.seed), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
@@ -125,8 +129,9 @@ def _fit(
         task = bar.add_task("warm start", total=recipe.steps, state="")
         for step in range(1, recipe.steps + 1):
             chosen = rng.choice(len(train), recipe.batch, replace=len(train) < recipe.batch)
-            micro = _pack([train[i] for i in chosen], settings, layout, ranks)
-            forward_backward(model, micro, ranks, loss_fn=loss, replay=None, temperature=1.0, fp32_head=True)
+            local = _pack([train[i] for i in chosen], settings, layout, ranks)[1]
+            with replay.recorded([rows.real for rows in local]):  # so that padding does not move the routers' biases
+                forward_backward(model, local, ranks, loss_fn=loss, temperature=1.0, fp32_head=True)
             megatron.optimizer_step(optimizer, recipe.lr_at(step))
             if step % recipe.evaluate_every == 0 or step == recipe.steps:
                 greedy, sampled = accuracy(model, heldout, settings, layout, ranks)
@@ -152,10 +157,10 @@ def accuracy(
     Both follow from the answers' own probabilities: an answer whose every token is above 1/2 is the greedy one, and the
     probability of sampling an answer is the product of its tokens'.
     """
-    micro = _pack(prompts, settings, layout, ranks)
-    answers = compute_logprobs(model, micro, ranks, temperature=1.0, fp32_head=True)
+    micro, local = _pack(prompts, settings, layout, ranks)
+    answers = compute_logprobs(model, local, ranks, temperature=1.0, fp32_head=True)
     sure, probability = [], []
-    for (logprobs, _), one in zip(answers, micro, strict=True):
+    for logprobs, one in zip(whole_logprobs(answers, local, ranks), micro, strict=True):
         for start, stop in zip(one.cu_seqlens[:-1], one.cu_seqlens[1:], strict=True):
             own = logprobs[start:stop][one.loss_mask[start:stop] > 0]
             if len(own):
@@ -164,16 +169,20 @@ def accuracy(
     return float(np.mean(sure)), float(np.mean(probability))
 
 
-def _pack(prompts: Seq[Prompt], settings: Config, layout: Layout, ranks: megatron.Ranks) -> list[Any]:
+def _pack(prompts: Seq[Prompt], settings: Config, layout: Layout, ranks: megatron.Ranks) -> tuple[list[Microbatch], list[LocalMicrobatch]]:
+    """(whole microbatches of this data-parallel rank, its rows of them)."""
+    multiple = ranks.sequence_multiple
     packed = pack(
         [_labelled(prompt) for prompt in prompts],
         tokens_per_microbatch=settings.train.tokens_per_microbatch,
         dp=ranks.dp[1],
-        multiple=ranks.sequence_multiple,
+        multiple=multiple,
         rounds=ranks.microbatch_multiple,
         layout=layout,
-    )
-    return packed[ranks.dp[0]]
+    )[ranks.dp[0]]
+    micro = equalise(packed, multiple, layout) if ranks.pp[1] > 1 else packed
+    place = Place(ranks.cp, ranks.tp, ())
+    return micro, localise([cut(one, place) for one in micro], ranks)
 
 
 def _labelled(prompt: Prompt) -> Sequence:

@@ -29,8 +29,8 @@ from moerl.train import megatron, platform
 device, dtype, folder = sys.argv[1:]
 platform.install(device)
 from moerl.train import trainer
-from moerl.train.batch import Sequence, pack
-from moerl.train.forward import compute_logprobs
+from moerl.train.batch import Sequence, cut, pack
+from moerl.train.forward import compute_logprobs, localise
 
 config = Config.model_validate({"model": {"path": folder}, "train": {"dtype": dtype, "device": device}})
 spec = read_spec(folder)
@@ -44,10 +44,13 @@ for _ in range(16):
     mask = np.ones(len(tokens) - 1, np.float32)
     items.append(Sequence(tokens, mask, routes, {"advantages": mask, "engine_logprobs": -2 * mask}))
 micro = pack(items, tokens_per_microbatch=1024, dp=1, layout=built.layout)[0]
-answers = compute_logprobs(built.model, micro, ranks, replay=built.recorder, **built.passes)
+parts = [cut(one, built.place) for one in micro]
+local = localise(parts, ranks)
+with built.replay.forced([rows.routes for rows in local]):
+    answers = compute_logprobs(built.model, local, ranks, **built.passes)
 from contextlib import nullcontext
-metrics = trainer.train_step(built, micro, 0, lambda name: nullcontext())
-print(json.dumps({"logprobs": answers[0][0].tolist(), "agreement": metrics["replay_agreement"], "loss": metrics["loss"]}))
+metrics = trainer.train_step(built, parts, 0, lambda name: nullcontext())
+print(json.dumps({"logprobs": answers[0].tolist(), "agreement": metrics["replay_agreement"], "loss": metrics["loss"]}))
 megatron.shutdown()
 """
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moerl.errors import RolloutError
-from moerl.rollout.check import row_runs, to_sample
+from moerl.rollout.check import extend, row_runs, to_sample, to_trace
 from moerl.rollout.sample import Prompt, Sample
 from moerl.routing.codec import Codec
 from moerl.routing.group import codec_of
@@ -197,3 +197,112 @@ def test_another_prompt_length_than_sent(prompt):
 def test_a_reply_without_the_expected_fields(prompt):
     with pytest.raises(RolloutError, match="lacks 'meta_info'"):
         convert({"text": ""}, prompt)
+
+
+ADDED = [4, 11, 2]
+
+
+def second(sent: list[int], rows: slice, **meta: object) -> dict:
+    """The reply to a request with all tokens so far, of whose routes only some rows come back."""
+    reply = make_reply(sent, ADDED, version="4")
+    reply["meta_info"] |= {"routed_experts": encode(make_routes(len(sent) + len(ADDED) - 1)[rows]), **meta}
+    return reply
+
+
+@pytest.mark.parametrize("user", [[], [9, 3]], ids=["resumed", "new turn"])
+def test_a_delta_appended_to_earlier_rows_is_the_whole_trace(prompt, user):
+    sent = prompt.tokens + RESPONSE + user
+    first = to_trace(make_reply(prompt.tokens, RESPONSE), prompt.tokens, LAYOUT, layers=LAYERS)
+    delta = to_trace(second(sent, slice(ROWS, None)), sent, LAYOUT, layers=LAYERS, start=ROWS, version=4)
+    assert (first.start, first.rows, delta.start) == (0, ROWS, ROWS)
+    whole = first.append(delta).check_tokens(np.array(sent + ADDED))
+    assert np.array_equal(delta.ids, make_routes(whole.rows)[ROWS:, 1:])
+    assert np.array_equal(whole.ids[:ROWS], first.ids)
+    assert whole.versions == (VersionRun(3, 0, ROWS), VersionRun(4, ROWS, whole.rows))
+
+
+def test_a_delta_keeps_the_versions_of_its_own_rows(prompt):
+    sent = prompt.tokens + RESPONSE + [9, 3]
+    spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]
+    delta = to_trace(second(sent, slice(ROWS, None), weight_versions=spans), sent, LAYOUT, layers=LAYERS, start=ROWS)
+    # rows 6, 7 and 8 were prefilled, row 8 gave the first added token, row 9 the second, row 10 the third
+    assert delta.versions == (VersionRun(4, 0, 4), VersionRun(5, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (slice(0, None), "rows from 6 on: expected 5 rows .*got 11 rows: 6 too many; is routed_experts_start_len ignored"),
+        (slice(ROWS + 1, None), "expected 5 rows .*got 4 rows: 1 missing"),
+    ],
+)
+def test_a_delta_of_other_rows_than_asked_for(prompt, rows, words):
+    sent = prompt.tokens + RESPONSE + [9, 3]
+    with pytest.raises(RolloutError, match=words):
+        to_trace(second(sent, rows), sent, LAYOUT, layers=LAYERS, start=ROWS)
+
+
+def test_an_error_in_a_delta_names_the_row_of_the_sequence(prompt):
+    sent = prompt.tokens + RESPONSE
+    ids = make_routes(len(sent) + len(ADDED) - 1)
+    ids[ROWS + 1, 2] = [5, 5]
+    with pytest.raises(RolloutError, match=r"talk 3: .*got \[5, 5\] at row 7, layer 2"):
+        reply = second(sent, slice(0), routed_experts=encode(ids[ROWS:]))
+        to_trace(reply, sent, LAYOUT, layers=LAYERS, start=ROWS, name="talk 3")
+
+
+@pytest.mark.parametrize("start", [-1, 7])
+def test_a_start_that_loses_the_row_of_a_sampled_token(prompt, start):
+    sent = prompt.tokens + RESPONSE
+    with pytest.raises(RolloutError, match=r"rows from -?\d on leave out .* ask for rows from 0\.\.6 on"):
+        to_trace(second(sent, slice(start, None)), sent, LAYOUT, layers=LAYERS, start=start)
+
+
+def interrupted(prompt: Prompt, **options: object) -> Sample:
+    return convert(broken(prompt, finish_reason={"type": "abort"}), prompt, **options)
+
+
+@pytest.mark.parametrize("codec", [Codec("narrow"), Codec("packed")])
+def test_an_interrupted_sample_is_extended_by_what_came_later(prompt, codec):
+    before = interrupted(prompt, codec=codec, engine=2)
+    whole = extend(before, second(before.tokens.tolist(), slice(ROWS, None)), LAYOUT, layers=LAYERS, version=4)
+    assert whole.response_tokens == RESPONSE + ADDED
+    assert whole.logprob_array.tolist() == [-0.5, -0.75, -1.0] * 2
+    assert (whole.versions, whole.finish_reason, whole.text) == ([(3, 0, 3), (4, 3, 6)], "stop", "77")
+    assert (whole.prompt_id, whole.index, whole.engine, codec_of(whole.trace)) == (prompt.id, 1, 2, codec)
+    trace = whole.load_trace()
+    assert np.array_equal(trace.ids[:ROWS], before.load_trace().ids)
+    assert np.array_equal(trace.ids[ROWS:], make_routes(trace.rows)[ROWS:, 1:])
+    assert trace.versions == (VersionRun(3, 0, ROWS), VersionRun(4, ROWS, ROWS + 3))
+    assert (before.response_tokens, before.load_trace().rows) == (RESPONSE, ROWS)
+
+
+def test_one_version_over_an_interruption_is_one_run(prompt):
+    before = interrupted(prompt)
+    spans = [{"version": "3", "start": 0, "end": 3}]
+    whole = extend(before, second(before.tokens.tolist(), slice(ROWS, None), weight_versions=spans), LAYOUT, layers=LAYERS)
+    assert whole.versions == [(3, 0, 6)]
+    assert whole.load_trace().versions == (VersionRun(3, 0, ROWS + 3),)
+
+
+def test_a_sample_without_routes_gets_none(prompt):
+    before = interrupted(prompt, routes=False)
+    whole = extend(before, second(before.tokens.tolist(), slice(ROWS, None), routed_experts=None), LAYOUT, layers=LAYERS)
+    assert (whole.trace, whole.response_tokens) == (b"", RESPONSE + ADDED)
+
+
+def test_a_resumed_request_that_returns_all_rows_again(prompt):
+    before = interrupted(prompt)
+    with pytest.raises(RolloutError, match=r"sample 1 of prompt 7, rows from 6 on: .*6 too many"):
+        extend(before, second(before.tokens.tolist(), slice(None)), LAYOUT, layers=LAYERS)
+
+
+def test_a_resumed_request_that_began_elsewhere(prompt):
+    with pytest.raises(RolloutError, match="saw 4 prompt tokens, 7 were sent"):
+        extend(interrupted(prompt), make_reply(prompt.tokens, ADDED), LAYOUT, layers=LAYERS)
+
+
+def test_nothing_follows_a_stop_token(prompt):
+    whole = convert(make_reply(prompt.tokens, RESPONSE), prompt)
+    with pytest.raises(RolloutError, match="ended with its stop token"):
+        extend(whole, second(whole.tokens.tolist(), slice(ROWS, None)), LAYOUT, layers=LAYERS)

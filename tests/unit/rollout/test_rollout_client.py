@@ -28,8 +28,19 @@ def test_generate_spells_out_the_sampling_distribution():
     assert body["input_ids"] == [[7, 13]]
     assert body["return_logprob"]
     assert body["return_routed_experts"]
+    assert body["routed_experts_start_len"] == 0
     sampling = {"max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     assert body["sampling_params"] == sampling
+
+
+def test_rows_that_are_known_are_not_asked_for_again():
+    async def go():
+        async with fake_engine() as engine, client(engine.url) as c:
+            await c.generate([7, 13, 4], rid="a", max_new_tokens=5, temperature=1.0, routes=True, routes_from=2)
+            return engine.seen
+
+    [(_, body)] = run(go())
+    assert body["routed_experts_start_len"] == 2
 
 
 def test_replies_are_matched_to_requests_by_id_not_by_order():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moerl.routing.compare import differing, expert_load, k3, mismatch
+from moerl.routing.compare import differing, expert_counts, imbalance, k3, mismatch
 
 
 def test_the_order_of_experts_carries_no_meaning() -> None:
@@ -32,7 +32,7 @@ def test_mismatch_figures() -> None:
 
 def test_expert_load_is_one_when_balanced() -> None:
     balanced = np.arange(8).reshape(4, 1, 2)
-    np.testing.assert_allclose(expert_load(balanced, 8), [1.0])
+    np.testing.assert_allclose(imbalance(expert_counts(balanced, 8)), [1.0])
     crowded = np.zeros((4, 2, 2), int)
     crowded[..., 1] = 1
-    np.testing.assert_allclose(expert_load(crowded, 8), [4.0, 4.0])
+    np.testing.assert_allclose(imbalance(expert_counts(crowded, 8)), [4.0, 4.0])

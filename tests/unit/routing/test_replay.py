@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from moerl.config.guards import GUARDS, replay_problems
 from moerl.config.schema import Config
 from moerl.convert.tiny import tiny_config, write_tiny
 from moerl.errors import ReplayError
-from moerl.routing.replay import RouteReplay, replay_problems, routers
+from moerl.routing.chooser import Chooser
+from moerl.routing.replay import RouteReplay, routers
 from moerl.routing.trace import Layout
 from moerl.train import megatron, weights
 from moerl.train.batch import Microbatch
-from moerl.train.forward import compute_logprobs, forward_backward
+from tests.passes import local_rows, run_backward, run_logprobs
 
 PASSES = {"temperature": 1.0, "fp32_head": True}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -74,10 +76,10 @@ def gradient(model) -> torch.Tensor:
 
 def test_recorded_routes_replay_bit_exactly(setup, model, replay):
     batch = [replace(microbatch(setup.layout, seed), routes=None) for seed in range(2)]
-    recorded = compute_logprobs(model, batch, setup.ranks, recorder=replay, **PASSES)
-    plain = compute_logprobs(model, batch, setup.ranks, **PASSES)
+    recorded = run_logprobs(model, batch, setup.ranks, recorder=replay, **PASSES)
+    plain = run_logprobs(model, batch, setup.ranks, **PASSES)
     batch = [replace(one, routes=routes.astype(np.uint8)) for one, (_, routes) in zip(batch, recorded, strict=True)]
-    forced = compute_logprobs(model, batch, setup.ranks, replay=replay, **PASSES)
+    forced = run_logprobs(model, batch, setup.ranks, replay=replay, **PASSES)
     for (logprobs, routes), (other, none), (again, _) in zip(recorded, plain, forced, strict=True):
         assert routes.shape == (16, 3, 2)
         assert none is None
@@ -88,40 +90,41 @@ def test_recorded_routes_replay_bit_exactly(setup, model, replay):
 def test_order_within_a_row_is_irrelevant(setup, model, replay):
     one = microbatch(setup.layout, 0)
     flipped = replace(one, routes=one.routes[..., ::-1].copy())
-    first, second = (compute_logprobs(model, [batch], setup.ranks, replay=replay, **PASSES)[0][0] for batch in (one, flipped))
+    first, second = (run_logprobs(model, [batch], setup.ranks, replay=replay, **PASSES)[0][0] for batch in (one, flipped))
     np.testing.assert_allclose(first, second, atol=1e-6)
 
 
 def test_forced_experts_are_really_used(setup, model, replay):
     batch = [microbatch(setup.layout, seed) for seed in range(3)]
-    forward_backward(model, batch, setup.ranks, loss_fn=loss, replay=replay, **PASSES)
+    run_backward(model, batch, setup.ranks, loss_fn=loss, replay=replay, **PASSES)
     assert (replay.agreement.agreeing, replay.agreement.total) == (3 * 12 * 3, 3 * 12 * 3), "3 microbatches, 12 real rows, 3 MoE layers"
 
 
-def test_agreement_is_measured_and_not_assumed(setup, model, replay):
-    """A router that ignores its target in one layer must show."""
-    router = routers(model[0])[1]
-    ignoring = router.router_replay.get_replay_topk
-    router.router_replay.get_replay_topk = lambda scores, topk, groups, group_topk, compute: compute(scores, topk, groups, group_topk)
-    try:
-        compute_logprobs(model, [microbatch(setup.layout, 0)], setup.ranks, replay=replay, **PASSES)
-    finally:
-        router.router_replay.get_replay_topk = ignoring
-    assert 24 <= replay.agreement.agreeing < replay.agreement.total == 36
+def test_agreement_is_measured_and_not_assumed(setup, model, replay, monkeypatch):
+    """A router that ignores its routes in one layer ends the pass, by name, before an optimizer could step."""
+    asked = Chooser.get_replay_topk
+
+    def ignoring(chooser, scores, topk, groups, group_topk, compute):
+        own = compute(scores, topk, groups, group_topk)
+        return own if chooser.layer == 2 else asked(chooser, scores, topk, groups, group_topk, compute)
+
+    monkeypatch.setattr(Chooser, "get_replay_topk", ignoring)
+    with pytest.raises(ReplayError, match=r"microbatch 0, layer 2: \d+ of 12 rows used other experts$"):
+        run_logprobs(model, [microbatch(setup.layout, 0)], setup.ranks, replay=replay, **PASSES)
 
 
 def test_wrong_alignment_is_loud(setup, model, replay):
     one = replace(microbatch(setup.layout, 0), routes=None)
-    natural, routes = compute_logprobs(model, [one], setup.ranks, recorder=replay, **PASSES)[0]
+    natural, routes = run_logprobs(model, [one], setup.ranks, recorder=replay, **PASSES)[0]
     for shifted in (np.roll(routes, 1, axis=0), np.roll(routes, 1, axis=1)):
-        wrong = compute_logprobs(model, [replace(one, routes=shifted)], setup.ranks, replay=replay, **PASSES)[0][0]
+        wrong = run_logprobs(model, [replace(one, routes=shifted)], setup.ranks, replay=replay, **PASSES)[0][0]
         assert np.abs(wrong - natural).max() > 1e-2
 
 
 def test_the_router_learns_under_replay(setup, model, replay):
     """Its weight gradient is that of the loss with the experts held fixed: finite differences agree."""
     batch = [microbatch(setup.layout, 3)]
-    forward_backward(model, batch, setup.ranks, loss_fn=loss, replay=replay, **PASSES)
+    run_backward(model, batch, setup.ranks, loss_fn=loss, replay=replay, **PASSES)
     tokens = batch[0].loss_mask.sum()
     for router in routers(model[0]):
         place = divmod(int(router.weight.main_grad.abs().argmax()), router.weight.shape[1])
@@ -130,7 +133,7 @@ def test_the_router_learns_under_replay(setup, model, replay):
         for shift in (step, -step):
             with torch.no_grad():
                 router.weight[place] += shift
-            logprobs = compute_logprobs(model, batch, setup.ranks, replay=replay, **PASSES)[0][0].astype(np.float64)
+            logprobs = run_logprobs(model, batch, setup.ranks, replay=replay, **PASSES)[0][0].astype(np.float64)
             means.append(-(logprobs * batch[0].loss_mask).sum() / tokens)
             with torch.no_grad():
                 router.weight[place] -= shift
@@ -139,10 +142,10 @@ def test_the_router_learns_under_replay(setup, model, replay):
 
 def test_replaying_the_natural_choice_gives_the_natural_gradient(setup, model, replay):
     one = replace(microbatch(setup.layout, 1), routes=None)
-    forward_backward(model, [one], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    run_backward(model, [one], setup.ranks, loss_fn=loss, replay=None, **PASSES)
     natural = gradient(model)
-    routes = compute_logprobs(model, [one], setup.ranks, recorder=replay, **PASSES)[0][1]
-    forward_backward(model, [replace(one, routes=routes)], setup.ranks, loss_fn=loss, replay=replay, **PASSES)
+    routes = run_logprobs(model, [one], setup.ranks, recorder=replay, **PASSES)[0][1]
+    run_backward(model, [replace(one, routes=routes)], setup.ranks, loss_fn=loss, replay=replay, **PASSES)
     assert torch.equal(gradient(model), natural)
 
 
@@ -151,27 +154,28 @@ def test_replaying_the_natural_choice_gives_the_natural_gradient(setup, model, r
 )
 def test_recomputation_reads_its_own_microbatch(setup, model, replay, native):
     batch = [microbatch(setup.layout, seed) for seed in range(3)]
-    forward_backward(model, batch, setup.ranks, loss_fn=loss, replay=replay, **PASSES)
+    run_backward(model, batch, setup.ranks, loss_fn=loss, replay=replay, **PASSES)
     again = setup.build(**native)
-    forward_backward(again, batch, setup.ranks, loss_fn=loss, replay=RouteReplay(again, setup.layout), **PASSES)
+    run_backward(again, batch, setup.ranks, loss_fn=loss, replay=RouteReplay(again, setup.layout), **PASSES)
     assert torch.equal(gradient(again), gradient(model))
 
 
 def test_nothing_is_left_behind(setup, model, replay):
-    natural = compute_logprobs(model, [microbatch(setup.layout, 0)], setup.ranks, **PASSES)[0][0]
+    natural = run_logprobs(model, [microbatch(setup.layout, 0)], setup.ranks, **PASSES)[0][0]
+    own = [router.router_replay for router in routers(model[0])]
 
     def failing(outputs, local):
         raise RuntimeError("loss")
 
     with pytest.raises(RuntimeError, match="loss"):
-        forward_backward(model, [microbatch(setup.layout, 0)], setup.ranks, loss_fn=failing, replay=replay, **PASSES)
+        run_backward(model, [microbatch(setup.layout, 0)], setup.ranks, loss_fn=failing, replay=replay, **PASSES)
+    assert [router.router_replay for router in routers(model[0])] == own
+    for layer in megatron.unwrap(model[0]).decoder.layers:
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in layer.modules())
     for router in routers(model[0]):
         assert router.router_replay.router_replay_action is None
-        assert router.router_replay.target_topk_idx is None
-        assert not router.router_replay.replay_backward_list
-        assert not router._forward_hooks
-    assert not any(layer._forward_pre_hooks for layer in megatron.unwrap(model[0]).decoder.layers)
-    assert np.array_equal(compute_logprobs(model, [microbatch(setup.layout, 0)], setup.ranks, **PASSES)[0][0], natural)
+        assert "_apply_aux_loss" not in vars(router)
+    assert np.array_equal(run_logprobs(model, [microbatch(setup.layout, 0)], setup.ranks, **PASSES)[0][0], natural)
 
 
 def test_megatrons_global_list_holds_none_of_our_routers(setup):
@@ -185,30 +189,31 @@ def test_megatrons_global_list_holds_none_of_our_routers(setup):
 
 def test_two_models_do_not_disturb_each_other(setup, model, replay):
     other, one = setup.build(), microbatch(setup.layout, 0)
-    natural = compute_logprobs(other, [one], setup.ranks, **PASSES)[0][0]
-    with replay.forced([torch.as_tensor(one.routes.astype(np.int64))], [torch.as_tensor(one.real)]):
-        during = compute_logprobs(other, [one], setup.ranks, **PASSES)[0][0]
-        compute_logprobs(model, [one], setup.ranks, **PASSES)
+    natural = run_logprobs(other, [one], setup.ranks, **PASSES)[0][0]
+    with replay.forced([rows.routes for rows in local_rows([one], setup.ranks, replay)]):
+        during = run_logprobs(other, [one], setup.ranks, **PASSES)[0][0]
+        run_logprobs(model, [one], setup.ranks, **PASSES)
     assert np.array_equal(during, natural)
 
 
 def test_unused_routes_are_an_error(setup, model, replay):
     one = microbatch(setup.layout, 0)
-    routes, real = torch.as_tensor(one.routes.astype(np.int64)), torch.as_tensor(one.real)
-    with pytest.raises(ReplayError, match=r"microbatch 1, layer 1: 0 forward uses"), replay.forced([routes] * 2, [real] * 2):
-        compute_logprobs(model, [one], setup.ranks, **PASSES)
+    (rows,) = local_rows([one], setup.ranks, replay)
+    with pytest.raises(ReplayError, match=r"microbatch 1, layer 1: 0 forward uses"), replay.forced([rows.routes] * 2):
+        run_logprobs(model, [one], setup.ranks, **PASSES)
 
 
 def test_routes_used_twice_are_an_error(setup, model, replay):
     one = microbatch(setup.layout, 0)
-    routes, real = torch.as_tensor(one.routes.astype(np.int64)), torch.as_tensor(one.real)
-    with pytest.raises(ReplayError, match=r"microbatch 0, layer 1: 2 forward uses"), replay.forced([routes], [real]):
+    (rows,) = local_rows([one], setup.ranks, replay)
+    with pytest.raises(ReplayError, match=r"microbatch 0, layer 1: 2 forward uses"), replay.forced([rows.routes]):
         for _ in range(2):
-            compute_logprobs(model, [one], setup.ranks, **PASSES)
+            run_logprobs(model, [one], setup.ranks, **PASSES)
 
 
 def test_nested_passes_are_refused(setup, model, replay):
-    with pytest.raises(ReplayError, match="already running"), replay.recorded(1), RouteReplay(model, setup.layout).recorded(1):
+    real = [torch.ones(16, dtype=torch.bool)]
+    with pytest.raises(ReplayError, match="already running"), replay.recorded(real), RouteReplay(model, setup.layout).recorded(real):
         pass
 
 
@@ -226,26 +231,22 @@ def test_routes_of_another_model_are_refused(setup, model, change, text):
 
 
 def test_every_defeating_setting_is_named_at_once(model):
-    config = SimpleNamespace(**vars(model[0].config))
-    assert replay_problems(config) == []
+    options = dict(vars(model[0].config))
+    assert replay_problems(options) == []
     bad = {
         "moe_enable_routing_replay": False,
         "moe_router_fusion": True,
-        "moe_router_load_balancing_type": "sinkhorn",
+        "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"],
         "moe_expert_capacity_factor": 1.0,
         "moe_token_dispatcher_type": "flex",
         "moe_router_force_load_balancing": True,
         "moe_router_force_biased": 0.1,
-        "recompute_modules": ["moe"],
+        "moe_input_jitter_eps": 0.01,
         "cuda_graph_impl": "local",
-        "overlap_moe_expert_parallel_comm": True,
-        "mtp_num_layers": 1,
         "transformer_impl": "inference_optimized",
     }
-    vars(config).update(bad | {"recompute_granularity": "selective"})
-    problems = replay_problems(config)
-    for name in bad:
-        assert any(name in problem for problem in problems), name
+    assert set(bad) == set(GUARDS)
+    assert [problem.split()[0] for problem in replay_problems(options | bad)] == list(GUARDS)
 
 
 def test_a_defeating_setting_stops_the_run(setup):

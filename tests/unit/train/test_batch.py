@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.errors import TraceError, TrainError
-from moerl.rollout.sample import Group, Sample
-from moerl.routing.trace import Layout, Trace, VersionRun, hash_tokens
-from moerl.train.batch import Sequence, add_column, filler_routes, pack, sequences
+from moerl.errors import TrainError
+from moerl.routing.layout import Layout, filler_routes
+from moerl.train.batch import Sequence, pack
 
 LAYOUT = Layout((1, 2), 16, 4)
 
@@ -58,36 +57,3 @@ def test_padding_rows_route_to_distinct_balanced_experts() -> None:
 def test_a_sequence_that_fits_no_microbatch_names_the_setting() -> None:
     with pytest.raises(TrainError, match="tokens_per_microbatch = 8"):
         pack([sequence(20, 0)], tokens_per_microbatch=8, dp=1, layout=LAYOUT)
-
-
-def group(rewards: list[float]) -> Group:
-    samples = []
-    for index, reward in enumerate(rewards):
-        prompt, response = [1, 5, 6], [7 + index, 2]
-        tokens = np.array(prompt + response)
-        ids = filler_routes(4, LAYOUT)
-        trace = Trace(ids, LAYOUT, hash_tokens(tokens[:-1]), (VersionRun(0, 0, 4),)).to_bytes()
-        logprobs = np.array([-0.5, -0.25], "<f4").tobytes()
-        samples.append(Sample(0, index, prompt, response, logprobs, trace, [(0, 0, 2)], "x", "stop", reward=reward))
-    return Group(0, "x", samples)
-
-
-def test_a_sample_becomes_a_sequence() -> None:
-    found = sequences([group([1.0, 0.0])], LAYOUT, lambda rewards: rewards - rewards.mean())
-    assert found[0].loss_mask.tolist() == [0, 0, 1, 1]
-    assert found[0].columns["advantages"].tolist() == [0, 0, 0.5, 0.5]
-    assert found[1].columns["advantages"].tolist() == [0, 0, -0.5, -0.5]
-    np.testing.assert_allclose(found[0].columns["engine_logprobs"], [0, 0, -0.5, -0.25])
-
-
-def test_a_trace_of_other_tokens_is_never_trained_on() -> None:
-    broken = group([1.0, 0.0])
-    broken.samples[1].response_tokens = [9, 9]
-    with pytest.raises(TraceError, match="last token|other tokens"):
-        broken.samples[1].prompt_tokens = [1, 5, 7]
-        sequences([broken], LAYOUT, lambda rewards: rewards)
-
-
-def test_add_column() -> None:
-    micro = pack([sequence(4, 1)], tokens_per_microbatch=8, dp=1, layout=LAYOUT)[0]
-    assert add_column(micro, "old", [np.ones(3, np.float32)])[0].columns["old"].tolist() == [1, 1, 1]

@@ -18,7 +18,7 @@ from moerl.routing.replay import RouteReplay
 from moerl.routing.trace import Layout
 from moerl.train import megatron, weights
 from moerl.train.batch import Microbatch
-from moerl.train.forward import compute_logprobs, forward_backward
+from tests.passes import run_backward, run_logprobs
 
 YARN = {
     "type": "yarn",
@@ -37,8 +37,9 @@ class Setup(NamedTuple):
     folder: Path
     ranks: megatron.Ranks
 
-    def config(self, **train: Any) -> Config:
-        return Config(model={"path": str(self.folder)}, train={"dtype": "float32", "device": "cpu"} | train)
+    def config(self, replay: dict[str, Any] | None = None, **train: Any) -> Config:
+        train = {"dtype": "float32", "device": "cpu"} | train
+        return Config(model={"path": str(self.folder)}, train=train, replay=replay or {})
 
     def model(self, config: Config | None = None, *, trainable: bool = True) -> list[torch.nn.Module]:
         model = megatron.build_model(self.spec, config or self.config(), self.ranks, trainable=trainable)
@@ -112,7 +113,7 @@ def test_equals_transformers(setup, tmp_path, variant):
     setup = setup._replace(spec=write_tiny(tmp_path, config | VARIANTS[variant], seed=7), folder=tmp_path)
     unsettle(tmp_path)
     model, microbatch = setup.model(trainable=False), packed([7, 40, 12, 9, 1])
-    logprobs, routes = compute_logprobs(model, [microbatch], setup.ranks, recorder=setup.replay(model), **PASSES)[0]
+    logprobs, routes = run_logprobs(model, [microbatch], setup.ranks, recorder=setup.replay(model), **PASSES)[0]
     reference = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=torch.float32, attn_implementation="eager").eval()
     chosen = {layer: [] for layer in setup.spec.moe_layers}
     for layer, seen in chosen.items():
@@ -130,20 +131,20 @@ def test_equals_transformers(setup, tmp_path, variant):
 
 def test_packed_equals_one_by_one(setup):
     model, microbatch = setup.model(trainable=False), packed([5, 1, 33, 8, 8, 17])
-    together = compute_logprobs(model, [microbatch], setup.ranks, **PASSES)[0][0]
+    together = run_logprobs(model, [microbatch], setup.ranks, **PASSES)[0][0]
     alone = [rows(microbatch, start, stop) for start, stop in pairwise(microbatch.cu_seqlens)]
-    apart = np.concatenate([logprobs for logprobs, _ in compute_logprobs(model, alone, setup.ranks, **PASSES)])
+    apart = np.concatenate([logprobs for logprobs, _ in run_logprobs(model, alone, setup.ranks, **PASSES)])
     np.testing.assert_allclose(together, apart, atol=1e-5)
 
 
 def test_split_into_microbatches_gives_the_same_gradient(setup):
     model, microbatch = setup.model(), packed([5, 9, 14, 6])
-    whole = forward_backward(model, [microbatch], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    whole = run_backward(model, [microbatch], setup.ranks, loss_fn=loss, replay=None, **PASSES)
     expected = gradient(model)
     middle = int(microbatch.cu_seqlens[2])
     second = replace(rows(microbatch, middle, microbatch.size), cu_seqlens=microbatch.cu_seqlens[2:] - middle)
     first = replace(rows(microbatch, 0, middle), cu_seqlens=microbatch.cu_seqlens[:3])
-    split = forward_backward(model, [first, second], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    split = run_backward(model, [first, second], setup.ranks, loss_fn=loss, replay=None, **PASSES)
     assert sum(float(part["loss"]) for part in split) == pytest.approx(float(whole[0]["loss"]), rel=1e-6)
     assert (gradient(model) - expected).abs().max() < 1e-5 * expected.abs().max()
 
@@ -151,14 +152,14 @@ def test_split_into_microbatches_gives_the_same_gradient(setup):
 def test_gradient_is_per_token(setup):
     """Against plain autograd on the mean loss."""
     model, microbatch = setup.model(), packed([6, 11])
-    forward_backward(model, [microbatch], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    run_backward(model, [microbatch], setup.ranks, loss_fn=loss, replay=None, **PASSES)
     head = megatron.unwrap(model[0]).output_layer.weight
     got, step = head.main_grad[3, 5].item(), 1e-2
     means = []
     for shift in (step, -step):
         with torch.no_grad():
             head[3, 5] += shift
-        logprobs = compute_logprobs(model, [microbatch], setup.ranks, **PASSES)[0][0]
+        logprobs = run_logprobs(model, [microbatch], setup.ranks, **PASSES)[0][0]
         means.append(-(logprobs.astype(np.float64) * microbatch.loss_mask).sum() / microbatch.loss_mask.sum())
         with torch.no_grad():
             head[3, 5] -= shift
@@ -172,7 +173,7 @@ def test_the_same_step_twice_is_bit_identical(setup):
         optimizer = megatron.build_optimizer(model, config)
         losses = []
         for step in range(2):
-            results = forward_backward(model, [packed([9, 12, 5], seed=step)], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+            results = run_backward(model, [packed([9, 12, 5], seed=step)], setup.ranks, loss_fn=loss, replay=None, **PASSES)
             losses += [float(results[0]["loss"]), megatron.optimizer_step(optimizer, 1e-3)]
         outcomes.append((losses, gradient(model)))
     assert outcomes[0][0] == outcomes[1][0]
@@ -190,7 +191,7 @@ def test_steps_equal_torch_adamw(setup, dtype):
     plain = [master for master in masters.values() if master.ndim == 1]
     reference = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.9))
     for step, lr in enumerate((1e-3, 5e-4)):
-        forward_backward(model, [packed([9, 12, 5], seed=step)], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+        run_backward(model, [packed([9, 12, 5], seed=step)], setup.ranks, loss_fn=loss, replay=None, **PASSES)
         for name, master in masters.items():
             master.grad = parameters[name].main_grad.float().clone()
         for group in reference.param_groups:
@@ -217,49 +218,43 @@ def test_a_non_finite_gradient_is_refused_and_changes_nothing(setup):
         total, tokens, metrics = loss(outputs, local)
         return total * float("nan"), tokens, metrics
 
-    forward_backward(model, [packed([6, 6])], setup.ranks, loss_fn=poisoned, replay=None, **PASSES)
+    run_backward(model, [packed([6, 6])], setup.ranks, loss_fn=poisoned, replay=None, **PASSES)
     with pytest.raises(TrainError, match="gradient norm is nan"):
         megatron.optimizer_step(optimizer, 1e-3)
     assert all(torch.equal(old, new) for old, new in zip(before, model[0].parameters(), strict=True))
-    forward_backward(model, [packed([6, 6])], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    run_backward(model, [packed([6, 6])], setup.ranks, loss_fn=loss, replay=None, **PASSES)
     assert megatron.optimizer_step(optimizer, 1e-3) > 0
 
 
 def test_temperature_flattens_the_distribution(setup):
     model, microbatch = setup.model(trainable=False), packed([8, 8])
-    hot = compute_logprobs(model, [microbatch], setup.ranks, temperature=100.0, fp32_head=True)[0][0]
+    hot = run_logprobs(model, [microbatch], setup.ranks, temperature=100.0, fp32_head=True)[0][0]
     assert np.abs(hot + np.log(16)).max() < 0.05
 
 
 def test_head_without_float32_is_close(setup):
     model, microbatch = setup.model(trainable=False), packed([8, 8])
-    exact = compute_logprobs(model, [microbatch], setup.ranks, temperature=0.8, fp32_head=True)[0][0]
-    plain = compute_logprobs(model, [microbatch], setup.ranks, temperature=0.8, fp32_head=False)[0][0]
+    exact = run_logprobs(model, [microbatch], setup.ranks, temperature=0.8, fp32_head=True)[0][0]
+    plain = run_logprobs(model, [microbatch], setup.ranks, temperature=0.8, fp32_head=False)[0][0]
     np.testing.assert_allclose(exact, plain, atol=1e-5)
 
 
 def test_the_router_bias_moves_only_when_asked(setup):
-    for rate, moves in ((0.0, False), (0.01, True)):
-        model = setup.model(setup.config(expert_bias_update_rate=rate))
-        forward_backward(model, [packed([30, 30])], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    for bias, moves in (("frozen", False), ("native", True)):
+        model = setup.model(setup.config(replay={"expert_bias": bias}))
+        run_backward(model, [packed([30, 30])], setup.ranks, loss_fn=loss, replay=None, **PASSES)
         bias = megatron.unwrap(model[0]).decoder.layers[1].mlp.router.expert_bias
         assert bool(bias.abs().max() > 0) is moves
 
 
 def test_no_microbatches_is_an_error(setup):
     with pytest.raises(TrainError, match="positive multiple of 1 here, got 0"):
-        compute_logprobs(setup.model(trainable=False), [], setup.ranks, **PASSES)
+        run_logprobs(setup.model(trainable=False), [], setup.ranks, **PASSES)
 
 
 def test_lengths_that_cannot_be_cut_are_an_error(setup):
     with pytest.raises(TrainError, match=r"multiples of 8 here, got \[3, 12\]"):
-        compute_logprobs(setup.model(trainable=False), [packed([3, 12, 8])], replace(setup.ranks, cp=(0, 2), tp=(0, 2)), **PASSES)
-
-
-def test_missing_routes_are_an_error(setup):
-    model = setup.model()
-    with pytest.raises(TrainError, match="microbatch 0 carries no routes"):
-        forward_backward(model, [packed([4])], setup.ranks, loss_fn=loss, replay=setup.replay(model), **PASSES)
+        run_logprobs(setup.model(trainable=False), [packed([3, 12, 8])], replace(setup.ranks, cp=(0, 2), tp=(0, 2)), **PASSES)
 
 
 def test_an_unknown_megatron_option_is_a_config_error(setup):
@@ -273,6 +268,14 @@ def test_an_option_that_megatron_refuses_is_a_config_error(setup):
     config = Config(model={"path": str(setup.folder)}, train={"device": "cpu"}, megatron={"recompute_granularity": "sometimes"})
     with pytest.raises(ConfigError, match="Megatron refuses"):
         megatron.build_model(setup.spec, config, setup.ranks)
+
+
+def test_overlapped_experts_need_a_last_layer_with_experts(setup):
+    native = {"overlap_moe_expert_parallel_comm": True}
+    config = Config(model={"path": str(setup.folder)}, train={"device": "cpu"}, parallel={"ep": 2}, megatron=native)
+    assert megatron.transformer_config(setup.spec, config, setup.ranks).overlap_moe_expert_parallel_comm
+    with pytest.raises(ConfigError, match="leaves out the final norm"):
+        megatron.transformer_config(replace(setup.spec, moe_layers=setup.spec.moe_layers[:-1]), config, setup.ranks)
 
 
 def test_a_world_that_does_not_factor_shows_the_product():

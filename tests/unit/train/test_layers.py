@@ -8,6 +8,7 @@ import torch
 
 from moerl.config.schema import Config
 from moerl.convert.tiny import tiny_config, write_tiny
+from moerl.routing.shard import context_rows
 from moerl.train import megatron
 
 CPU = torch.device("cpu")
@@ -47,9 +48,9 @@ def dense(query, key, value, lengths, scale):
 
 
 def test_zigzag_gives_each_rank_a_front_and_a_back_piece(layers):
-    assert layers.zigzag_rows(ends([8, 4]), 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
-    assert layers.zigzag_rows(ends([8, 4]), 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
-    assert layers.zigzag_rows(ends([3, 2]), 0, 1).tolist() == [0, 1, 2, 3, 4]
+    assert context_rows(ends([8, 4]), (0, 2)).tolist() == [0, 1, 6, 7, 8, 11]
+    assert context_rows(ends([8, 4]), (1, 2)).tolist() == [2, 3, 4, 5, 9, 10]
+    assert context_rows(ends([3, 2]), (0, 1)).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 16, 3, 17, 2], [9] * 6, [64, 1, 1, 1]])
@@ -71,7 +72,7 @@ def test_context_parallel_ranks_together_equal_dense(layers, monkeypatch):
     """The gather is played by hand: every rank is given all keys in rank order."""
     lengths, size = [8, 24, 4], 2
     query, key, value = (torch.randn(sum(lengths), 2, 8) for _ in range(3))
-    held = [layers.zigzag_rows(ends(lengths), rank, size) for rank in range(size)]
+    held = [context_rows(ends(lengths), (rank, size)) for rank in range(size)]
     gathered = torch.cat([key, value], dim=-1)[np.concatenate(held)]
     monkeypatch.setattr(layers, "gather_from_sequence_parallel_region", lambda tensor, group: gathered)
     expected = dense(query, key, value, lengths, 0.3)

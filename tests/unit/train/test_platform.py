@@ -15,6 +15,7 @@ from moerl.train import platform
 ROOT = Path(__file__).parents[3]
 
 UNPATCHED = """
+import inspect
 import json
 import time
 import torch
@@ -63,6 +64,8 @@ print(json.dumps({
     "cuda_method": fails(lambda: rope_utils.get_pos_emb_on_this_cp_rank(torch.ones(2, 1), 0, OneOfOne)),
     "streams": fails(torch.cuda.Stream),
     "rng_tracker": fails(random._get_cuda_rng_state),
+    "checkpoint_fp8": "asks" if random.CheckpointWithoutOutput().fp8 else "",
+    "share_storage": "compiles" if "load_inline" in inspect.getsource(random._get_share_storage) else "",
     "type_tests": fails(lambda: clip_grads.clip_grad_by_total_norm_fp32([parameter], 1.0, 2.0)),
     "splits": "tensor" if torch.is_tensor(token_dispatcher.maybe_move_tensor_to_cpu(torch.ones(1), as_numpy=True)) else "",
 }))
