@@ -50,12 +50,15 @@ async def generate_groups(
     if not clients:
         raise EngineError("no engine to generate with")
 
+    running: dict[int, list[str]] = {}
+
     async def one(position: int, prompt: Prompt) -> Group:
         engine = position % len(clients)
-        rids = [f"{tag}.{position}.{index}" for index in range(group_size)]
+        rids = running[position] = [f"{tag}.{position}.{index}" for index in range(group_size)]
         replies = await clients[engine].generate_many(
             [prompt.tokens] * group_size, rids=rids, max_new_tokens=max_new_tokens, temperature=temperature, routes=routes
         )
+        del running[position]
         samples = [
             to_sample(reply, prompt, index, layout, layers=layers, routes=routes, version=version, engine=engine, codec=codec)
             for index, reply in enumerate(replies)
@@ -66,15 +69,16 @@ async def generate_groups(
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        await _abandon(clients, tasks, tag)
+        await _abandon([(clients[position % len(clients)], rid) for position, rids in running.items() for rid in rids], tasks)
         raise
 
 
-async def _abandon(clients: Sequence[EngineClient], tasks: Sequence[asyncio.Task[Group]], tag: str) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for result in await asyncio.gather(*(client.abort(f"{tag}.") for client in clients), return_exceptions=True):
+async def _abandon(requests: Sequence[tuple[EngineClient, str]], tasks: Sequence[asyncio.Task[Group]]) -> None:
+    """Abort what runs, one by one: an engine ignores ids that it doesn't know, prefixes of known ones too."""
+    for result in await asyncio.gather(*(client.abort(rid) for client, rid in requests), return_exceptions=True):
         if isinstance(result, EngineError):
             # The failure that led here is the one to report; an engine that is gone has nothing left to abort.
             logger.info("abort after a failed generation: %s", result)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,49 +1,25 @@
-"""Launches the long-lived torchrun workers of this folder and ends what it launched, whatever happens."""
+"""The long-lived torchrun workers of this folder, and what they found."""
 
-import os
-import signal
+import json
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from moerl.convert.tiny import tiny_config, write_tiny
+from tests.torchrun import launch
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-
-
-def launch(processes: int, script: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess:
-    """Run `script` of this folder under torchrun; the whole process group is gone when this returns."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        str(HERE / script),
-        *arguments,
-    ]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return subprocess.CompletedProcess(command, process.returncode, output)
 
 
 @pytest.fixture(scope="session")
 def torchrun() -> Callable[..., subprocess.CompletedProcess]:
-    return launch
+    """(processes, script of this folder, arguments…, timeout_s=) -> what became of it."""
+    return lambda processes, script, *arguments, **options: launch(processes, HERE / script, *arguments, **options)
 
 
 @pytest.fixture(scope="session")
@@ -64,19 +40,30 @@ def small_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_layouts(small_model, tmp_path_factory) -> Callable[[int, dict[str, str]], Path]:
-    """(processes, {name: sizes}) -> folder with one <name>.npz per layout; each set of layouts is launched once per session."""
+def run_layouts(small_model, tmp_path_factory) -> Callable[[int, Mapping[str, Any]], Path]:
+    """(processes, cases of layout_worker.py) -> folder with one <name>.npz per case; launched once per session and set of cases."""
     folders: dict[tuple[int, str], Path] = {}
 
-    def run(processes: int, cases: dict[str, str]) -> Path:
-        arguments = [f"{name}:{sizes}" for name, sizes in cases.items()]
-        key = (processes, " ".join(arguments))
+    def run(processes: int, cases: Mapping[str, Any]) -> Path:
+        key = (processes, json.dumps(cases))
         if key not in folders:
-            out = tmp_path_factory.mktemp(f"layouts{processes}")
-            done = launch(processes, "layout_worker.py", str(small_model), str(out), *arguments, timeout_s=280)
-            errors = "\n".join(path.read_text() for path in out.glob("*.error"))
-            assert done.returncode == 0, f"the worker failed:\n{errors}\n{done.stdout[-3000:]}"
-            folders[key] = out
+            out = folders[key] = tmp_path_factory.mktemp(f"layouts{processes}")
+            (out / "cases.json").write_text(json.dumps(cases))
+            done = launch(processes, HERE / "layout_worker.py", str(small_model), str(out), str(out / "cases.json"), timeout_s=500)
+            (out / "output").write_text(done.stdout)
         return folders[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def found(run_layouts) -> Callable[[int, Mapping[str, Any], str], Mapping[str, np.ndarray]]:
+    """(processes, cases, name) -> the arrays of one case; fails with the worker's error if it got no further."""
+
+    def find(processes: int, cases: Mapping[str, Any], name: str) -> Mapping[str, np.ndarray]:
+        out = run_layouts(processes, cases)
+        errors = "\n".join(path.read_text() for path in sorted(out.glob("*.error")))
+        assert (out / f"{name}.npz").is_file(), f"the worker wrote nothing for {name}:\n{errors}\n{(out / 'output').read_text()[-3000:]}"
+        return np.load(out / f"{name}.npz")
+
+    return find

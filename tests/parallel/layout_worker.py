@@ -1,160 +1,256 @@
 """One long-lived torchrun rank: trains the same model on the same microbatches under several parallel layouts.
 
-    torchrun --nproc-per-node N layout_worker.py MODEL_FOLDER OUT_FOLDER CASE...      CASE = name:tp=2,ep=2,recompute=1
+    torchrun --nproc-per-node N layout_worker.py MODEL_FOLDER OUT_FOLDER CASES.json
 
-Rank 0 writes OUT_FOLDER/<name>.npz with everything gathered to whole tensors, so that layouts compare array by array.
+CASES.json maps names to {"parallel": settings, "megatron": settings, "dtype": of the weights, "checks": [names in CHECKS]}. Rank 0
+writes OUT_FOLDER/<name>.npz with arrays named check/kind/name, gathered to whole tensors, so that layouts compare array by array.
 """
 
+import json
+import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from moerl.config.schema import Config
-from moerl.models import read_spec
-from moerl.models.shard import Shard
-from moerl.routing.replay import RouteReplay
-from moerl.routing.trace import Layout
-from moerl.train import megatron, weights
-from moerl.train.batch import Microbatch
-from moerl.train.forward import compute_logprobs, forward_backward
+from moerl.routing.replay import moe_layers
+from moerl.train import megatron
+from moerl.train.assemble import whole_logprobs
+from moerl.train.forward import LocalMicrobatch, compute_logprobs, forward_backward
+from tests.parallel.dispatch_probe import Dispatched, watched
+from tests.parallel.layout_job import (
+    Job,
+    build,
+    everywhere,
+    gradients,
+    of_replicas,
+    parameters,
+    reduce_everywhere,
+    routes_of,
+    settings,
+    summed,
+)
 
-MULTIPLE = 8
 PASSES = {"temperature": 0.7, "fp32_head": True}
+PERTURBATION = 0.5
+"""Standard deviation of what is added to routers, as a multiple of their weights' own."""
+STEP = 1e-2
+"""Of finite differences."""
+
+Arrays = dict[str, Any]
 
 
-def microbatches(spec, count: int = 4) -> list[Microbatch]:
-    """The same packed microbatches on every rank; forced routes are random, so nothing but replay produces them."""
-    rng = np.random.default_rng(5)
-    made = []
-    for _ in range(count):
-        lengths = rng.integers(3, 20, size=4)
-        padded = -(-lengths // MULTIPLE) * MULTIPLE
-        boundaries = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
-        total = int(boundaries[-1])
-        positions = np.arange(total) - np.repeat(boundaries[:-1], padded)
-        real = positions < np.repeat(lengths, padded)
-        routes = rng.random((total, len(spec.moe_layers), spec.experts)).argsort(-1)[..., : spec.topk]
-        made.append(
-            Microbatch(
-                tokens=rng.integers(0, spec.vocab_size, total),
-                labels=rng.integers(0, spec.vocab_size, total),
-                positions=positions,
-                cu_seqlens=boundaries,
-                loss_mask=real.astype(np.float32),
-                routes=routes.astype(np.uint8),
-                real=real,
-                columns={"advantages": rng.standard_normal(total).astype(np.float32)},
-            )
-        )
-    return made
+# Passes.
 
 
-def loss(outputs, rows):
+def loss(outputs: Any, rows: LocalMicrobatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     each = -outputs.logprobs * rows.columns["advantages"] - 0.01 * outputs.entropy
     total = (each * rows.loss_mask).sum()
     return total, rows.loss_mask.sum(), {"loss": total, "entropy": (outputs.entropy * rows.loss_mask).sum()}
 
 
-def whole(shards: list[Shard]) -> dict[str, np.ndarray] | None:
-    """HF name -> full tensor on rank 0, from the shards of all ranks; replicas must be equal bit for bit."""
-    mine = [(shard.entry.hf, shard.entry.param.tp_axis, shard.index, shard.parts, shard.tensor.float().numpy()) for shard in shards]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() != 0:
-        return None
-    pieces: dict[str, dict[int, np.ndarray]] = {}
-    axes = {}
-    for names, axis, index, parts, array in (item for rank in everyone for item in rank):
-        for name, part in zip(names, np.split(array, len(names)), strict=True):
-            axes[name] = (axis, parts)
-            known = pieces.setdefault(name, {}).setdefault(index, part)
-            assert np.allclose(known, part, rtol=1e-5, atol=1e-9), f"replicas of {name}[{index}] differ by {np.abs(known - part).max()}"
-    full = {}
-    for name, held in pieces.items():
-        axis, parts = axes[name]
-        assert sorted(held) == list(range(parts)), f"{name}: found parts {sorted(held)} of {parts}"
-        full[name] = held[0] if parts == 1 else np.concatenate([held[i] for i in range(parts)], axis=axis)
-    return full
+def policy_loss(outputs: Any, rows: LocalMicrobatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    total = -(outputs.logprobs * rows.columns["advantages"] * rows.loss_mask).sum()
+    return total, rows.loss_mask.sum(), {}
 
 
-def gradients(model, spec, ranks) -> dict[str, np.ndarray] | None:
-    items = [item for item in weights.placed(model, spec, ranks) if item.tensor.requires_grad]
-    return whole([Shard(item.entry, weights.cut_padding(item, item.tensor.main_grad), item.index, item.parts) for item in items])
+def logprobs(job: Job) -> list[np.ndarray]:
+    """float32[n] per microbatch of all replicas, without the rows that pipeline parallelism added."""
+    found = whole_logprobs(compute_logprobs(job.model, job.local, job.ranks, **PASSES), job.local, job.ranks)
+    return [one[:size] for one, size in zip(of_replicas(found, job.ranks), job.sizes, strict=True)]
 
 
-def reduce_everywhere(model) -> None:
-    """Let every data-parallel rank hold whole gradients, which the distributed optimizer doesn't need but comparison does."""
-    from megatron.core.distributed import finalize_model_grads
-
-    for chunk in model:
-        chunk.config.finalize_model_grads_func = lambda *args, **kwargs: finalize_model_grads(
-            *args, **(kwargs | {"force_all_reduce": True})
-        )
+def policy_loss_of(job: Job, found: Sequence[np.ndarray]) -> float:
+    """`policy_loss` over the trained tokens of all microbatches, added up in float64, from `logprobs`."""
+    advantages = of_replicas([one.columns["advantages"].astype(np.float64) * one.loss_mask for one in job.whole], job.ranks)
+    tokens = sum(of_replicas([float(one.loss_mask.sum()) for one in job.whole], job.ranks))
+    return -sum(float(one @ scale[: len(one)]) for one, scale in zip(found, advantages, strict=True)) / tokens
 
 
-def summed(results, name: str, ranks) -> float:
-    """A metric's sum over all rows, of the last stage of every data- and context-parallel rank."""
-    counts = ranks.tp[0] == 0 and ranks.last_stage
-    value = torch.tensor([sum(float(result[name]) for result in results) if counts else 0.0], dtype=torch.float64)
-    dist.all_reduce(value)
-    return float(value)
+# Checks: each returns the arrays that the tests look at.
 
 
-def run(folder: str, sizes: dict[str, int], *, recompute: bool) -> dict[str, np.ndarray] | None:
-    spec = read_spec(folder)
-    native = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}
-    train = {"dtype": "float32", "device": "cpu", "lr": 1e-3, "grad_clip": 0.5}
-    config = Config(model={"path": folder}, train=train, parallel=sizes | {"timeout_s": 60}, megatron=native)
+def follow(job: Job, dispatched: Dispatched) -> Arrays:
+    """What the dispatchers received, and what was forced, for every row (padding included), layer and microbatch; experts ascending."""
+    rows, found = [len(one.real) for one in job.local], {}
+    for number, (routes, real) in enumerate(of_replicas([(one.routes, one.real) for one in job.whole], job.ranks)):
+        found |= {f"trace/{number}": np.sort(routes, axis=-1), f"real/{number}": real}
+    for again in (False, True) if any(everywhere(dispatched.recomputes)) else (False,):
+        which = "recomputed" if again else "forward"
+        for number, one in enumerate(routes_of(job, dispatched.cuts(recomputed=again, rows=rows, topk=job.trainer.layout.topk))):
+            found[f"dispatched_{which}/{number}"] = np.sort(one, axis=-1)
+        found[f"received_{which}"] = received(job, dispatched, again)
+    return found
+
+
+def received(job: Job, dispatched: Dispatched, recomputed: bool) -> np.ndarray:
+    """Rows float64[moe_layer, expert] that reached each expert, over all ranks; expert-tensor-parallel ranks all get them."""
+    layout, counts = job.trainer.layout, np.zeros((len(job.trainer.layout.layers), job.trainer.layout.experts))
+    for rank in everywhere({number: calls.received for number, calls in dispatched.layers.items()}):
+        for number, experts in rank.items():
+            for (expert, again), rows in experts.items():
+                if again == recomputed:
+                    counts[layout.layers.index(number), expert] += rows
+    return counts / job.ranks.etp[1]
+
+
+def check_forward(job: Job) -> Arrays:
+    """Weights as loaded, and passes without gradients."""
+    return {f"weights/{name}": tensor for name, tensor in parameters(job).items()} | _without_gradients(job)
+
+
+def _without_gradients(job: Job) -> Arrays:
+    """Log-probabilities of a pass that chooses and of one that is forced; the choice itself, and what was followed instead of it."""
+    with job.trainer.replay.recorded([rows.real for rows in job.local]) as own:
+        natural = logprobs(job)
+    chosen = routes_of(job, [own.ids(number).numpy() for number in range(len(job.local))])
+    with job.forced(), watched(job.model) as dispatched:
+        forced = logprobs(job)
+    found = {"loss/natural": policy_loss_of(job, natural), "loss/forced": policy_loss_of(job, forced)} | follow(job, dispatched)
+    for number, size in enumerate(job.sizes):
+        found |= {f"natural/{number}": natural[number], f"forced/{number}": forced[number]}
+        found[f"chosen/{number}"] = np.sort(chosen[number][:size], axis=-1)
+    return found
+
+
+def check_natural(job: Job) -> Arrays:
+    """Loss and gradients of a pass that chooses."""
+    return _trained(job, nullcontext())
+
+
+def check_replay(job: Job) -> Arrays:
+    """Loss and gradients under replay, and what the dispatchers received meanwhile."""
+    with watched(job.model) as dispatched:
+        found = _trained(job, job.forced())
+    agreement = everywhere((job.trainer.replay.agreement.agreeing, job.trainer.replay.agreement.total))
+    return found | follow(job, dispatched) | {"agreeing": sum(one for one, _ in agreement), "decisions": sum(all_ for _, all_ in agreement)}
+
+
+def _trained(job: Job, routing: AbstractContextManager[None]) -> Arrays:
+    with routing:
+        results = forward_backward(job.model, job.local, job.ranks, loss_fn=loss, **PASSES)
+    found: Arrays = {f"loss/{metric}": summed(results, metric, job.ranks) for metric in ("loss", "entropy")}
+    return found | {f"grad/{name}": tensor for name, tensor in gradients(job).items()}
+
+
+def check_perturbed(job: Job) -> Arrays:
+    """The same passes without gradients, with other routers."""
+    with perturbed_routers(job):
+        return _without_gradients(job)
+
+
+@contextmanager
+def perturbed_routers(job: Job):
+    held = [(layer.layer_number, router, router.weight.detach().clone()) for layer, router in moe_layers(job.model)]
+    for number, router, weight in held:
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+        router.weight.data.add_(PERTURBATION * weight.std() * noise)
+    yield
+    for _, router, weight in held:
+        router.weight.data.copy_(weight)
+
+
+def check_differences(job: Job) -> Arrays:
+    """The router's gradient under replay, at its largest element in each MoE layer, and the finite difference there."""
+    with job.forced():
+        forward_backward(job.model, job.local, job.ranks, loss_fn=policy_loss, **PASSES)
+    gradient, found = gradients(job), {}
+    held = {layer.layer_number - 1: router for layer, router in moe_layers(job.model)}
+    for number in job.trainer.layout.layers:
+        of_router = gradient[f"model.layers.{number}.mlp.gate.weight"]
+        place = divmod(int(np.abs(of_router).argmax()), of_router.shape[1])
+        losses = []
+        for shift in (STEP, -STEP):
+            with shifted(held.get(number), place, shift), job.forced():
+                losses.append(policy_loss_of(job, logprobs(job)))
+        found |= {f"slope/{number}": (losses[0] - losses[1]) / (2 * STEP), f"gradient/{number}": of_router[place]}
+    return found
+
+
+@contextmanager
+def shifted(router: torch.nn.Module | None, place: tuple[int, int], shift: float):
+    """One weight of a router moved; does nothing where the layer is on another rank."""
+    if router is None:
+        yield
+        return
+    weight = router.weight.detach()
+    before = weight[place].item()
+    weight[place] += shift
+    yield
+    weight[place] = before
+
+
+def check_optimizer(job: Job) -> Arrays:
+    """The first step, from the gradients under replay."""
+    with job.forced():
+        forward_backward(job.model, job.local, job.ranks, loss_fn=loss, **PASSES)
+    norm = megatron.optimizer_step(job.trainer.optimizer, job.config.train.lr)
+    return {"norm": norm} | {f"stepped/{name}": tensor for name, tensor in parameters(job).items()}
+
+
+def check_bias(job: Job) -> Arrays:
+    """What the correction bias's statistics count under replay, and the bias after one forward and backward."""
+    layout, counts = job.trainer.layout, {}
+
+    def count() -> None:
+        for layer, router in moe_layers(job.model):
+            counts[layer.layer_number - 1] = router.local_tokens_per_expert.clone().numpy()
+
+    reduce_everywhere(job, before=count)
+    with job.forced():
+        forward_backward(job.model, job.local, job.ranks, loss_fn=loss, **PASSES)
+    found: Arrays = {f"bias/{name}": tensor for name, tensor in parameters(job).items() if name.endswith("correction_bias")}
+    ranks = everywhere(counts)
+    for number in layout.layers:
+        found[f"counts/{number}"] = sum(rank[number] for rank in ranks if number in rank)
+    return found
+
+
+CHECKS: dict[str, tuple[str, Callable[[Job], Arrays]]] = {
+    "forward": ("frozen", check_forward),
+    "natural": ("frozen", check_natural),
+    "replay": ("frozen", check_replay),
+    "perturbed": ("frozen", check_perturbed),
+    "differences": ("frozen", check_differences),
+    "optimizer": ("frozen", check_optimizer),
+    "bias_native": ("native", check_bias),
+    "bias_replayed": ("replayed", check_bias),
+}
+"""Name -> (`replay.expert_bias` that it needs, what is done). Those of one mode share a model, in this order."""
+
+
+def run(folder: str, case: dict[str, Any]) -> Arrays | None:
+    """What the case's checks found, on rank 0."""
+    config = settings(folder, case, "frozen")
     ranks = megatron.initialise(config.parallel, config.train, seed=3)
     try:
-        model = megatron.build_model(spec, config, ranks)
-        weights.load_hf(model, spec, folder, ranks)
-        reduce_everywhere(model)
-        optimizer = megatron.build_optimizer(model, config)
-        replay = RouteReplay(model, Layout(spec.moe_layers, spec.experts, spec.topk))
-        everything = microbatches(spec)
-        share = everything[ranks.dp[0] :: ranks.dp[1]]
-        out: dict[str, np.ndarray] = {}
-
-        def keep(prefix: str, tensors) -> None:
-            if ranks.rank == 0:
-                out.update({f"{prefix}/{name}": tensor for name, tensor in tensors.items()})
-
-        keep("weights", whole(weights.local_shards(model, spec, ranks)) or {})
-        natural = compute_logprobs(model, share, ranks, recorder=replay, **PASSES)
-        forced = compute_logprobs(model, share, ranks, replay=replay, **PASSES)
-        keep("first", {"natural": natural[0][0], "routes": natural[0][1], "forced": forced[0][0]})
-        for name, use in (("off", None), ("on", replay)):
-            results = forward_backward(model, share, ranks, loss_fn=loss, replay=use, **PASSES)
-            keep(name, {metric: summed(results, metric, ranks) for metric in ("loss", "entropy")})
-            keep(f"grad_{name}", gradients(model, spec, ranks) or {})
-        decisions = torch.tensor([replay.agreement.agreeing, replay.agreement.total])
-        dist.all_reduce(decisions)
-        keep("agreement", {"agreeing": decisions[0].numpy(), "total": decisions[1].numpy()})
-        keep("norm", {"value": megatron.optimizer_step(optimizer, 1e-3)})
-        keep("stepped", whole(weights.local_shards(model, spec, ranks)) or {})
-        return out if ranks.rank == 0 else None
+        jobs: dict[str, Job] = {}
+        found: Arrays = {}
+        for name, (bias, check) in CHECKS.items():
+            if name in case["checks"]:
+                if bias not in jobs:
+                    jobs = {bias: build(folder, case, bias, ranks)}
+                found |= {f"{name}/{array}": value for array, value in check(jobs[bias]).items()}
+        return found if ranks.rank == 0 else None
     finally:
         megatron.shutdown()
 
 
 def main() -> None:
-    folder, out, *cases = sys.argv[1:]
-    for case in cases:
-        name, sizes = case.split(":")
-        options = {key: int(value) for key, value in (pair.split("=") for pair in sizes.split(",") if pair)}
-        recompute = bool(options.pop("recompute", 0))
+    folder, out, cases = sys.argv[1:]
+    for name, case in json.loads(Path(cases).read_text()).items():
         try:
-            result = run(folder, options, recompute=recompute)
+            found = run(folder, case)
         except Exception:
-            Path(out, f"{name}.error").write_text(traceback.format_exc())
+            Path(out, f"{name}.rank{os.environ['RANK']}.error").write_text(traceback.format_exc())
             raise
-        if result is not None:
-            np.savez(Path(out, f"{name}.npz"), **result)
+        if found is not None:
+            np.savez(Path(out, f"{name}.npz"), **found)
 
 
 if __name__ == "__main__":

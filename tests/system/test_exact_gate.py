@@ -27,8 +27,10 @@ from moerl.rollout.server import EngineServer
 from moerl.rollout.store import make_header, save_step
 from moerl.routing.trace import Layout
 from moerl.train.samples import sequences
-from tests.parallel.conftest import launch
 from tests.system.gate_worker import RECORDED, UNFORCED_LAYER, WITHOUT_PROMPT
+from tests.torchrun import launch
+
+pytestmark = pytest.mark.timeout(900)  # the first test of a world size waits for all that its worker measures
 
 BIAS = "e_score_correction_bias"
 PROMPT_TOKENS = 12
@@ -136,9 +138,9 @@ def measured(
         if processes not in launched:
             out = launched[processes] = tmp_path_factory.mktemp(f"gate-{processes}")
             cases = [f"{layout}:{sizes}" for layout, sizes in CASES[processes].items()]
-            worker = str(Path(__file__).with_name("gate_worker.py"))
+            worker = Path(__file__).with_name("gate_worker.py")
             (out / "output.txt").write_text("it did not end in time")
-            done = launch(processes, worker, str(folders[0]), str(rollouts), str(out), *cases, timeout_s=240)
+            done = launch(processes, worker, str(folders[0]), str(rollouts), str(out), *cases, timeout_s=500)
             (out / "output.txt").write_text(done.stdout)
         out = launched[processes]
         errors = "\n".join(path.read_text() for path in out.glob("*.error"))
