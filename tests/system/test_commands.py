@@ -18,7 +18,7 @@ def recorded(run: Finished) -> tuple[str, str]:
 
 
 def assert_same_losses(run: Finished, reference: Finished) -> None:
-    """Layouts differ in the order of float32 sums, so losses agree to rounding, and drift apart a little from step to step."""
+    """Layouts differ in the order of float32 sums: the first step agrees to rounding, and Adam lets later ones drift apart a little."""
     assert run.status == 0, run.output[-4000:]
     assert (run.output, run.left) == ("", [])
     mine, theirs = (
@@ -29,7 +29,8 @@ def assert_same_losses(run: Finished, reference: Finished) -> None:
         assert mine[step]["replay_agreement"] == 1.0
         assert mine[step]["natural_flip_share"] == pytest.approx(theirs[step]["natural_flip_share"], abs=0.01)
         for name in ("loss", "grad_norm", "entropy", "reward"):
-            assert mine[step][name] == pytest.approx(theirs[step][name], rel=1e-5, abs=1e-6), f"step {step}: {name}"
+            limits = {"rel": 1e-5, "abs": 1e-6} if step == 0 else {"rel": 2e-4, "abs": 2e-5}
+            assert mine[step][name] == pytest.approx(theirs[step][name], **limits), f"step {step}: {name}"
 
 
 def test_recording_alone_gives_rollouts_to_train_on(moerl: Callable[..., Finished]) -> None:
