@@ -7,12 +7,20 @@
 - `gpu`   all of SGLang, and Transformer Engine.
 - `dev`   tests and lint.
 - `sinks` optional places for metrics.
+
+Compiled parts are loaded with ctypes, so nothing of Python is in them, and all are optional: without one moerl does the same work
+otherwise, more slowly. The CUDA kernel is built where nvcc and a torch with CUDA are found; MOERL_SKIP_CUDA=1 leaves
+it out. `build_ext --only=NAME` builds one.
 """
 
+import os
 import re
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 CORE = [
     "torch==2.14.1",
@@ -88,6 +96,42 @@ DEV = [
 
 SINKS = ["tensorboard>=2.19", "wandb>=0.21", "trackio>=0.4"]
 
+CPP = {"language": "c++", "extra_compile_args": ["-O3", "-std=c++17", "-pthread"], "optional": True}
+CUDA_TARGETS = ["-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90"]
+
+
+def has_cuda() -> bool:
+    """Whether to build for CUDA; torch is not imported, which takes seconds."""
+    torch = find_spec("torch")
+    if os.environ.get("MOERL_SKIP_CUDA") or not shutil.which("nvcc") or torch is None:
+        return False
+    version = Path(torch.origin).with_name("version.py")
+    return version.exists() and re.search(r"^cuda\b.*= *['\"]", version.read_text(), re.MULTILINE) is not None
+
+
+class BuildExt(build_ext):
+    """Compiles `.cu` sources with nvcc, and on request one extension only."""
+
+    user_options = [*build_ext.user_options, ("only=", None, "name of the one extension to build")]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.only = None
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.only:
+            self.extensions = [extension for extension in self.extensions if extension.name == self.only]
+
+    def build_extension(self, ext: Extension) -> None:
+        if not ext.sources[0].endswith(".cu"):
+            super().build_extension(ext)
+            return
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.spawn(["nvcc", "-O3", "-std=c++17", "-shared", "-Xcompiler=-fPIC", *CUDA_TARGETS, *ext.sources, "-o", str(target)])
+
+
 setup(
     name="moerl",
     version=re.search(r'__version__ = "(.+)"', Path(__file__).with_name("moerl").joinpath("__init__.py").read_text())[1],
@@ -95,10 +139,12 @@ setup(
     python_requires=">=3.12",
     packages=find_packages(include=["moerl", "moerl.*"]),
     package_data={"moerl.rollout": ["shims/*.py"]},
-    # Loaded with ctypes, so nothing of Python is in it. Optional: without a compiler moerl runs on numpy, and `moerl doctor` says so.
     ext_modules=[
-        Extension("moerl.routing._routes", ["csrc/routes.cpp"], language="c++", extra_compile_args=["-O3", "-std=c++17"], optional=True)
+        Extension("moerl.routing._routes", ["csrc/routes.cpp"], **CPP),
+        Extension("moerl.reshard.pack._pack", ["csrc/pack.cpp"], depends=["csrc/pack.h"], **CPP),
+        *([Extension("moerl.reshard.pack._pack_cuda", ["csrc/pack.cu"], depends=["csrc/pack.h"], optional=True)] if has_cuda() else []),
     ],
+    cmdclass={"build_ext": BuildExt},
     install_requires=CORE,
     extras_require={"cpu": CPU, "gpu": GPU, "dev": DEV, "sinks": SINKS},
     entry_points={

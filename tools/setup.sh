@@ -66,23 +66,37 @@ publish_entry_points() {
     touch "$root/moerl.egg-info/entry_points.txt"
 }
 
-# The route codecs of csrc/. Without a compiler moerl runs on numpy, and `moerl doctor` says so.
-build_native() {
-    local folder=$root/moerl/routing built scratch
-    for built in "$folder"/_routes.*.so; do
-        if [[ $built -nt $root/csrc/routes.cpp && $built -nt $root/setup.py ]]; then return; fi
+# Whether setup.py builds for CUDA; a flag leaves it out.
+has_cuda() {
+    [[ -z ${MOERL_SKIP_CUDA:-} ]] && command -v nvcc >/dev/null \
+        && grep -qsE "^cuda\b.*= *['\"]" "$env"/lib/python*/site-packages/torch/version.py
+}
+
+# Compiles one source of csrc/ into a room, unless that is done. Without it moerl does the same work otherwise.
+build_one() {
+    local python=$1 source=$2 room=$3 name=$4 otherwise=$5 built newer scratch
+    [[ -e $root/$source && -w $root/$room ]] || return 0
+    for built in "$root/$room/$name".*.so; do
+        newer=$(find "$root/$source" "$root"/csrc/*.h "$root/setup.py" -newer "$built" 2>/dev/null || true)
+        if [[ -e $built && -z $newer ]]; then return; fi
     done
-    if [[ ! -w $folder ]] || ! { command -v c++ || command -v g++ || command -v clang++; } >/dev/null; then return; fi
-    say "compiling csrc/routes.cpp"
-    scratch=$(mktemp -d "$folder/.build.XXXXXX")
-    if (cd "$root" && "$1" setup.py -q build_ext --build-temp "$scratch" --build-lib "$scratch") >&2 \
-        && compgen -G "$scratch/moerl/routing/_routes.*.so" >/dev/null; then
-        rm -f -- "$folder"/_routes.*.so
-        mv -- "$scratch"/moerl/routing/_routes.*.so "$folder/"
+    say "compiling $source"
+    scratch=$(mktemp -d "$root/$room/.build.XXXXXX")
+    if (cd "$root" && "$python" setup.py -q build_ext --build-temp "$scratch" --build-lib "$scratch" --only "${room//\//.}.$name") >&2 \
+        && compgen -G "$scratch/$room/$name.*.so" >/dev/null; then
+        rm -f -- "$root/$room/$name".*.so
+        mv -- "$scratch/$room/$name".*.so "$root/$room/"
     else
-        say "warning: csrc/routes.cpp did not compile; routes are coded with numpy instead, more slowly and with the same result"
+        say "warning: $source did not compile; $otherwise, more slowly and with the same result"
     fi
     rm -rf -- "$scratch"
+}
+
+build_native() {
+    { command -v c++ || command -v g++ || command -v clang++; } >/dev/null || return 0
+    build_one "$1" csrc/routes.cpp moerl/routing _routes "routes are coded with numpy instead"
+    build_one "$1" csrc/pack.cpp moerl/reshard/pack _pack "torch packs weights on CPUs instead"
+    if has_cuda; then build_one "$1" csrc/pack.cu moerl/reshard/pack _pack_cuda "Triton packs weights on GPUs instead"; fi
 }
 
 make_env() {

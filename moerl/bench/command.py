@@ -7,7 +7,7 @@ from importlib import import_module
 
 from moerl.errors import ConfigError
 
-BENCHMARKS = {"trace": "moerl.bench.trace:main", "replay": "moerl.bench.replay:main"}
+BENCHMARKS = {"trace": "moerl.bench.trace:main", "replay": "moerl.bench.replay:main", "pack": "moerl.bench.pack:main"}
 
 
 def main(argv: list[str]) -> int:

@@ -17,7 +17,7 @@ moerl: RL post-training of mixture-of-experts models
   moerl train @ FILE [SETTINGS]              generate with routes, train on the same routes, push the weights back
   moerl rollout @ FILE [SETTINGS]            generate and record only, with the engines alone
   moerl config show|check @ FILE [SETTINGS]  show the effective settings as TOML, or check them
-  moerl bench trace [--json]                 measure one part, as ratios within one run: the routing codecs
+  moerl bench trace|replay|pack [--json]     measure one part, as ratios within one run
   moerl doctor [--json]                      what is installed, what is missing, why, and the command that fixes it
 
 settings:

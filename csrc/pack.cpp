@@ -1,0 +1,201 @@
+// Packing on a CPU: the units of many boxes between tensors and a bucket, with threads. A plain C interface, loaded with ctypes by
+// moerl/reshard/pack/native.py. moerl/reshard/pack/reference.py says in torch what must come out, bit for bit.
+//
+// Threads take groups of chunks from a counter. Runs are copied or cast whole, and the beginning of the next one is fetched meanwhile.
+
+#include "pack.h"
+
+#include <atomic>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+// Loops that are compiled once for each instruction set, chosen when the library is loaded.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__has_attribute)
+#if __has_attribute(target_clones)
+#define MOERL_WIDE __attribute__((target_clones("avx2", "default")))
+#endif
+#endif
+#ifndef MOERL_WIDE
+#define MOERL_WIDE
+#endif
+
+namespace moerl {
+namespace {
+
+constexpr i64 kGroup = 64; // chunks that a thread takes at a time: at most 1 MiB
+constexpr i64 kLong = 256; // bytes of a run from which on it is copied with `copy_long`
+constexpr i64 kLine = 64;
+constexpr i64 kAhead = 8;  // lines of the next run that are fetched ahead
+
+// Of any alignment, and aliasing anything.
+template <class T>
+struct Loose {
+  typedef T type __attribute__((aligned(1), may_alias));
+};
+using Loose16 = Loose<u16>::type;
+using Loose32 = Loose<u32>::type;
+
+// The first lines of a run, which the processor does not foresee.
+inline void fetch(const u8* src, i64 bytes) {
+  for (i64 line = 0; line < kAhead && line * kLine < bytes; ++line) __builtin_prefetch(src + line * kLine);
+}
+
+// Wide loads and stores: for long runs faster than memcpy, which takes string instructions there.
+MOERL_WIDE void copy_long(u8* __restrict dst, const u8* __restrict src, i64 bytes) {
+  typedef u8 Vector __attribute__((vector_size(32)));
+  constexpr auto size = sizeof(Vector);
+  for (; bytes >= 128; bytes -= 128, dst += 128, src += 128) {
+    Vector a, b, c, d;
+    std::memcpy(&a, src, size);
+    std::memcpy(&b, src + 32, size);
+    std::memcpy(&c, src + 64, size);
+    std::memcpy(&d, src + 96, size);
+    std::memcpy(dst, &a, size);
+    std::memcpy(dst + 32, &b, size);
+    std::memcpy(dst + 64, &c, size);
+    std::memcpy(dst + 96, &d, size);
+  }
+  std::memcpy(dst, src, static_cast<std::size_t>(bytes));
+}
+
+inline void copy(u8* __restrict dst, const u8* __restrict src, i64 bytes) {
+  if (bytes < kLong) std::memcpy(dst, src, static_cast<std::size_t>(bytes));
+  else copy_long(dst, src, bytes);
+}
+
+MOERL_WIDE void narrow_run(u8* __restrict dst, const u8* __restrict src, i64 count) {
+  auto* to = reinterpret_cast<Loose16*>(dst);
+  const auto* from = reinterpret_cast<const Loose32*>(src);
+  for (i64 i = 0; i < count; ++i) to[i] = narrow(from[i]);
+}
+
+MOERL_WIDE void widen_run(u8* __restrict dst, const u8* __restrict src, i64 count) {
+  auto* to = reinterpret_cast<Loose32*>(dst);
+  const auto* from = reinterpret_cast<const Loose16*>(src);
+  for (i64 i = 0; i < count; ++i) to[i] = widen(from[i]);
+}
+
+// `rows` runs of `count` units each, `step` bytes from one to the next, on both sides.
+struct Rows {
+  u8* dst;
+  i64 dst_step;
+  const u8* src;
+  i64 src_step;
+  i64 rows, count;
+};
+
+template <class T>
+void copy_items(const Rows& r) {
+  using Item = typename Loose<T>::type;
+  for (i64 i = 0; i < r.rows; ++i) *reinterpret_cast<Item*>(r.dst + i * r.dst_step) = *reinterpret_cast<const Item*>(r.src + i * r.src_step);
+}
+
+void copy_rows(const Rows& r) {
+  switch (r.rows > 1 ? r.count : 0) {
+    case 1: return copy_items<u8>(r);
+    case 2: return copy_items<u16>(r);
+    case 4: return copy_items<u32>(r);
+    case 8: return copy_items<std::uint64_t>(r);
+    default: break;
+  }
+  for (i64 i = 0; i < r.rows; ++i) {
+    const u8* src = r.src + i * r.src_step;
+    if (i + 1 < r.rows) fetch(src + r.src_step, r.count);
+    copy(r.dst + i * r.dst_step, src, r.count);
+  }
+}
+
+template <bool kNarrow>
+void cast_rows(const Rows& r) {
+  constexpr i64 kFrom = kNarrow ? 4 : 2;
+  constexpr auto cast = kNarrow ? narrow_run : widen_run;
+  if (r.count == 1) {
+    for (i64 i = 0; i < r.rows; ++i) {
+      u8* dst = r.dst + i * r.dst_step;
+      const u8* src = r.src + i * r.src_step;
+      if (kNarrow) *reinterpret_cast<Loose16*>(dst) = narrow(*reinterpret_cast<const Loose32*>(src));
+      else *reinterpret_cast<Loose32*>(dst) = widen(*reinterpret_cast<const Loose16*>(src));
+    }
+    return;
+  }
+  for (i64 i = 0; i < r.rows; ++i) {
+    if (i + 1 < r.rows) fetch(r.src + (i + 1) * r.src_step, r.count * kFrom);
+    cast(r.dst + i * r.dst_step, r.src + i * r.src_step, r.count);
+  }
+}
+
+struct Job {
+  const Box* boxes;
+  const std::int32_t* owners;  // of each chunk: the number of its box
+  i64 chunks;
+  u8* const* tensors;
+  u8* bucket;
+  bool pack;
+};
+
+void move_span(const Job& job, const Box& box, Span span) {
+  u8* const tensor = job.tensors[box.tensor];
+  u8* flat = job.bucket + box.at + span.begin * box.bucket_bytes;
+  Walk walk(box, span.begin);
+  for (i64 left = span.end - span.begin; left > 0;) {
+    u8* const spot = tensor + walk.where(box);
+    i64 rows = 1, count = box.run - walk.column;
+    if (walk.column == 0 && left >= box.run) {
+      rows = left / box.run;
+      if (rows > box.sizes[kDims - 1] - walk.row[kDims - 1]) rows = box.sizes[kDims - 1] - walk.row[kDims - 1];
+    } else if (count > left) {
+      count = left;
+    }
+    const i64 flat_step = count * box.bucket_bytes, step = box.strides[kDims - 1];
+    const Rows r = job.pack ? Rows{flat, flat_step, spot, step, rows, count} : Rows{spot, step, flat, flat_step, rows, count};
+    if (box.tensor_bytes == box.bucket_bytes) copy_rows(r);
+    else if ((box.tensor_bytes == 4) == job.pack) cast_rows<true>(r);
+    else cast_rows<false>(r);
+    flat += rows * flat_step;
+    left -= rows * count;
+    walk.advance(box, rows * count);
+  }
+}
+
+void work(const Job& job, std::atomic<i64>& next) {
+  for (;;) {
+    const i64 begin = next.fetch_add(kGroup, std::memory_order_relaxed);
+    if (begin >= job.chunks) break;
+    const i64 end = begin + kGroup < job.chunks ? begin + kGroup : job.chunks;
+    for (i64 chunk = begin; chunk < end;) {
+      const Box& box = job.boxes[job.owners[chunk]];
+      i64 last = chunk;
+      while (last + 1 < end && job.owners[last + 1] == job.owners[chunk]) ++last;
+      move_span(job, box, {span_of(box, chunk).begin, span_of(box, last).end});
+      chunk = last + 1;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moerl
+
+extern "C" {
+
+int pack_interface() { return moerl::kInterface; }
+
+// Into the bucket if `pack`, else out of it.
+void pack_move(const moerl::Box* boxes, const std::int32_t* owners, std::int64_t chunks, std::uint8_t* const* tensors,
+               std::uint8_t* bucket, int pack, int threads) {
+  const moerl::Job job{boxes, owners, chunks, tensors, bucket, pack != 0};
+  const std::int64_t groups = (chunks + moerl::kGroup - 1) / moerl::kGroup;
+  if (threads > groups) threads = static_cast<int>(groups);
+  std::atomic<std::int64_t> next{0};
+  std::vector<std::thread> helpers;
+  try {
+    for (int i = 1; i < threads; ++i) helpers.emplace_back([&] { moerl::work(job, next); });
+  } catch (const std::system_error&) {
+    // No more threads are to be had; those that run share the work.
+  }
+  moerl::work(job, next);
+  for (auto& helper : helpers) helper.join();
+}
+
+}  // extern "C"
