@@ -33,6 +33,9 @@ COMMANDS = {
     ),
     "rollout": Command("moerl.train.launch:rollout_main", "generate and record only, with the engines alone", "@ FILE [SETTINGS]"),
     "config": Command("moerl.config.command:main", "show the effective settings as TOML, or check them", "show|check @ FILE [SETTINGS]"),
+    "plan": Command(
+        "moerl.reshard.command:main", "what a weight update of a cluster moves; no GPU needed", "@ FILE [SETTINGS] [--world N] [--json]"
+    ),
     "bench": Command("moerl.bench.command:main", "measure one part, as ratios within one run", "trace|replay|pack [--json]"),
     "doctor": Command("moerl.doctor:main", "what is installed, what is missing, why, and the command that fixes it", "[--json]"),
 }

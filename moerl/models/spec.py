@@ -32,6 +32,10 @@ class Param:
         aliases: the same parameter's other names (Transformer Engine fuses norms into linears; grouped experts).
         fp32: kept in float32 everywhere (the router's correction bias).
         engine_replicated: every engine rank holds all of it, although Megatron may cut it along `tp_axis`.
+        part_shapes: of the HF parts, where they differ from each other (q, k, v); empty where each has `shape`.
+        head_rows: rows of one attention head, where the parts are q, k, v of grouped-query attention; otherwise 0. Megatron then
+            interleaves the parts per key-value head (its q heads, its k, its v) and cuts between those groups; engines cut each
+            part by heads, and repeat key-value heads where they have more ranks than those.
     """
 
     megatron: str
@@ -44,6 +48,12 @@ class Param:
     aliases: tuple[str, ...] = ()
     fp32: bool = False
     engine_replicated: bool = False
+    part_shapes: tuple[tuple[int, ...], ...] = ()
+    head_rows: int = 0
+
+    def part_shape(self, part: int) -> tuple[int, ...]:
+        """Shape of the HF tensor `hf[part]`."""
+        return self.part_shapes[part] if self.part_shapes else self.shape
 
 
 @dataclass(frozen=True)

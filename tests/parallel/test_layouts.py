@@ -19,7 +19,10 @@ BIAS = ["bias_native", "bias_replayed"]
 DEEP = [*CORE, "differences", *BIAS]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-MODULES = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj", "layernorm", "mlp", "shared_experts", "moe"]}
+MODULES = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "mla_up_proj", "layernorm", "mlp", "shared_experts", "moe"],
+}
 """All that can be recomputed without Transformer Engine."""
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 OVERLAPPED = {"overlap_moe_expert_parallel_comm": True}

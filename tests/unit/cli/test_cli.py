@@ -14,11 +14,12 @@ from moerl.errors import ConfigError, EngineError
 HELP = """\
 moerl: RL post-training of mixture-of-experts models
 
-  moerl train @ FILE [SETTINGS]              generate with routes, train on the same routes, push the weights back
-  moerl rollout @ FILE [SETTINGS]            generate and record only, with the engines alone
-  moerl config show|check @ FILE [SETTINGS]  show the effective settings as TOML, or check them
-  moerl bench trace|replay|pack [--json]     measure one part, as ratios within one run
-  moerl doctor [--json]                      what is installed, what is missing, why, and the command that fixes it
+  moerl train @ FILE [SETTINGS]                      generate with routes, train on the same routes, push the weights back
+  moerl rollout @ FILE [SETTINGS]                    generate and record only, with the engines alone
+  moerl config show|check @ FILE [SETTINGS]          show the effective settings as TOML, or check them
+  moerl plan @ FILE [SETTINGS] [--world N] [--json]  what a weight update of a cluster moves; no GPU needed
+  moerl bench trace|replay|pack [--json]             measure one part, as ratios within one run
+  moerl doctor [--json]                              what is installed, what is missing, why, and the command that fixes it
 
 settings:
   @ FILE                  a TOML file; several are laid over one another, left to right
@@ -73,7 +74,7 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == "error: moerl has no command 'trian'; did you mean train?\n"
     assert cli.main(["zzzz"]) == 2
-    assert "the commands are train, rollout, config, bench, doctor" in capsys.readouterr().err
+    assert "the commands are train, rollout, config, plan, bench, doctor" in capsys.readouterr().err
 
 
 def test_arguments_and_status_pass_through(command: Command) -> None:

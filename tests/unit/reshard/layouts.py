@@ -1,0 +1,288 @@
+"""Both sides' layouts, built in the plainest way from whole tensors, and a transfer executed step by step in numpy.
+
+Elements are random bit patterns of the right width without zeros: uint16 for bfloat16, uint32 for float32. Zeros are padding.
+"""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from moerl.models import ModelSpec, Param, deepseek
+from moerl.reshard.engine_boxes import EngineTopology
+from moerl.reshard.plan import ITEMSIZE
+from moerl.reshard.trainer_layout import TrainerTopology
+
+UNSIGNED = {"bfloat16": np.uint16, "float32": np.uint32}
+
+
+def deepseek_spec(**changes) -> ModelSpec:
+    return deepseek.spec(
+        {
+            "hidden_size": 16,
+            "vocab_size": 37,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "num_attention_heads": 8,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 4,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e4,
+        }
+        | changes
+    )
+
+
+def qwen3_spec(heads=8, kv_heads=2, head=6, hidden=16, layers=3, experts=8, width=16, vocab=37) -> ModelSpec:
+    """Grouped-query attention with fused q, k, v; no shared experts, no dense layers, no correction bias."""
+    at, m_at = "model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention."
+    mlp, m_mlp = "model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp."
+    expert, m_expert = mlp + "experts.{expert}.", m_mlp + "experts.local_experts.{expert}."
+    norms = {
+        "decoder.layers.{layer}.input_layernorm.weight": ("model.layers.{layer}.input_layernorm.weight", hidden),
+        m_at + "q_layernorm.weight": (at + "q_norm.weight", head),
+        m_at + "k_layernorm.weight": (at + "k_norm.weight", head),
+        "decoder.layers.{layer}.pre_mlp_layernorm.weight": ("model.layers.{layer}.post_attention_layernorm.weight", hidden),
+    }
+    qkv = tuple(at + f"{part}_proj.weight" for part in "qkv")
+    sizes = ((heads * head, hidden), (kv_heads * head, hidden), (kv_heads * head, hidden))
+    embed, final, output = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+    params = (
+        Param("embedding.word_embeddings.weight", (embed,), (vocab, hidden), 0, "once", engine=embed),
+        *(Param(megatron, (name,), (size,), engine=name) for megatron, (name, size) in norms.items()),
+        Param(m_at + "linear_qkv.weight", qkv, sizes[0], 0, engine=at + "qkv_proj.weight", part_shapes=sizes, head_rows=head),
+        Param(m_at + "linear_proj.weight", (at + "o_proj.weight",), (hidden, heads * head), 1, engine=at + "o_proj.weight"),
+        Param(m_mlp + "router.weight", (mlp + "gate.weight",), (experts, hidden), layers="moe", engine=mlp + "gate.weight"),
+        Param(
+            m_expert + "linear_fc1.weight",
+            (expert + "gate_proj.weight", expert + "up_proj.weight"),
+            (width, hidden),
+            0,
+            "moe",
+            expert=True,
+            engine=mlp + "experts.w13_weight",
+        ),
+        Param(
+            m_expert + "linear_fc2.weight",
+            (expert + "down_proj.weight",),
+            (hidden, width),
+            1,
+            "moe",
+            expert=True,
+            engine=mlp + "experts.w2_weight",
+        ),
+        Param("decoder.final_layernorm.weight", (final,), (hidden,), None, "once", engine=final),
+        Param("output_layer.weight", (output,), (vocab, hidden), 0, "once", engine=output),
+    )
+    hf = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return ModelSpec("qwen3", hf, layers, tuple(range(layers)), experts, 2, hidden, vocab, False, params)
+
+
+def random_tensors(spec: ModelSpec, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
+    """HF name -> whole tensor, without zeros."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for entry in spec.entries():
+        kind = UNSIGNED["float32" if entry.param.fp32 else dtype]
+        for part, name in enumerate(entry.hf):
+            found[name] = rng.integers(1, np.iinfo(kind).max, entry.param.part_shape(part), dtype=kind)
+    return found
+
+
+def trainer_rank(spec: ModelSpec, tensors: dict, t: TrainerTopology, rank: int, layer_stages: list[int]) -> dict[str, np.ndarray]:
+    """Megatron name -> what a trainer rank holds, without vocabulary padding."""
+    stage, local = divmod(rank, t.world // t.pp)
+    tp, etp, ep = local % t.tp, local % t.etp, local // t.etp % t.ep
+    held = {}
+    for entry in spec.entries():
+        param = entry.param
+        where = layer_stages[entry.layer] if entry.layer is not None else 0 if "embedding" in param.megatron else t.pp - 1
+        if where != stage or (param.expert and entry.expert // (spec.experts // t.ep) != ep):
+            continue
+        parts = [tensors[name] for name in entry.hf]
+        index, count = (etp, t.etp) if param.expert else (tp, t.tp)
+        if param.tp_axis is None or (t.transformer_engine and param.engine_replicated):
+            slices = parts
+        elif "layers" not in param.megatron:
+            rows = -(-spec.vocab_size // count)
+            slices = [parts[0][index * rows : (index + 1) * rows]]
+        elif param.head_rows:
+            groups = spec.hf_config["num_key_value_heads"]
+            fused = np.concatenate([part.reshape(groups, -1, part.shape[1]) for part in parts], axis=1)
+            slices = [np.split(fused, count)[index].reshape(-1, parts[0].shape[1])]
+        else:
+            slices = [np.split(part, count, axis=param.tp_axis)[index] for part in parts]
+        held[entry.megatron] = np.ascontiguousarray(np.concatenate(slices))
+    return held
+
+
+def engine_rank(spec: ModelSpec, tensors: dict, e: EngineTopology, rank: int) -> dict[str, np.ndarray]:
+    """SGLang's parameters of one rank, padding included."""
+    attention = e.tp // e.attention_dp
+
+    def cut(tensor, axis, ranks, size=None):
+        size = size or tensor.shape[axis]
+        missing = [(0, size - tensor.shape[a]) if a == axis else (0, 0) for a in range(tensor.ndim)]
+        return np.split(np.pad(tensor, missing), ranks, axis)[rank % ranks]
+
+    def vocabulary(tensor, ranks):
+        multiple = 64 if -(-spec.vocab_size // 64) * 64 % ranks == 0 else 64 * ranks
+        return cut(tensor, 0, ranks, -(-spec.vocab_size // multiple) * multiple)
+
+    def gated(prefix, ranks):
+        gate, up, down = (tensors[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
+        width = -(-gate.shape[0] // (32 * e.tp)) * 32 * e.tp if e.cpu else gate.shape[0]
+        return np.concatenate([cut(gate, 0, ranks, width), cut(up, 0, ranks, width)]), cut(down, 1, ranks, width)
+
+    held = {
+        "model.embed_tokens.weight": vocabulary(tensors["model.embed_tokens.weight"], attention),
+        "lm_head.weight": vocabulary(tensors["lm_head.weight"], attention if e.dp_output_layer else e.tp),
+    }
+    for name, tensor in tensors.items():
+        if name.endswith(("norm.weight", "gate.weight", "e_score_correction_bias")):
+            held[name] = tensor
+    for layer in range(spec.layers):
+        at, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        for name in ("q_b_proj", "q_proj", "kv_b_proj"):
+            if at + f"{name}.weight" in tensors and spec.family != "qwen3":
+                held[at + f"{name}.weight"] = cut(tensors[at + f"{name}.weight"], 0, attention)
+        held[at + "o_proj.weight"] = cut(tensors[at + "o_proj.weight"], 1, attention)
+        if spec.family == "qwen3":
+            query, *others = (tensors[at + f"{part}_proj.weight"] for part in "qkv")
+            heads = spec.hf_config["num_key_value_heads"]
+            repeats = max(attention // heads, 1)
+            repeated = [np.repeat(part.reshape(heads, -1, part.shape[1]), repeats, axis=0).reshape(-1, part.shape[1]) for part in others]
+            held[at + "qkv_proj.weight"] = np.concatenate([cut(part, 0, attention) for part in (query, *repeated)])
+        elif at + "q_a_proj.weight" in tensors:
+            held[at + "fused_qkv_a_proj_with_mqa.weight"] = np.concatenate(
+                [tensors[at + "q_a_proj.weight"], tensors[at + "kv_a_proj_with_mqa.weight"]]
+            )
+        else:
+            held[at + "kv_a_proj_with_mqa.weight"] = tensors[at + "kv_a_proj_with_mqa.weight"]
+        if layer not in spec.moe_layers:
+            held[mlp + "gate_up_proj.weight"], held[mlp + "down_proj.weight"] = gated(mlp, 1 if e.replicated_dense else e.tp)
+            continue
+        if mlp + "shared_experts.gate_proj.weight" in tensors:
+            fused, down = gated(mlp + "shared_experts.", 1 if e.replicated_shared else e.tp)
+            held[mlp + "shared_experts.gate_up_proj.weight"], held[mlp + "shared_experts.down_proj.weight"] = fused, down
+        each, ranks = spec.experts // e.ep, e.tp // e.ep
+        mine = range(rank // ranks * each, (rank // ranks + 1) * each)
+        pairs = [gated(mlp + f"experts.{expert}.", ranks) for expert in mine]
+        held[mlp + "experts.w13_weight"], held[mlp + "experts.w2_weight"] = (np.stack(tensors_) for tensors_ in zip(*pairs, strict=True))
+    return held
+
+
+def strided(array: np.ndarray, copy) -> np.ndarray:
+    """The box that a `Copy` names inside a contiguous parameter, as a view."""
+    flat = array.reshape(-1)
+    last = copy.start + sum((n - 1) * s for n, s in zip(copy.counts, (*copy.strides, 1), strict=True))
+    assert 0 <= copy.start <= last < flat.size, f"{copy} lies outside {array.shape}"
+    steps = tuple(step * flat.itemsize for step in (*copy.strides, 1))
+    return np.lib.stride_tricks.as_strided(flat[copy.start :], copy.counts, steps)
+
+
+def execute(plan, senders: list[dict], receivers: list[dict]) -> list[dict]:
+    """Move everything through the buckets; returns how often each element of each receiver's parameters was written."""
+    writes = [{name: np.zeros(array.shape, dtype=np.uint8) for name, array in held.items()} for held in receivers]
+    for number, bucket in enumerate(plan.buckets):
+        wire = np.zeros(bucket["nbytes"], dtype=np.uint8)
+        for copy in plan.copies_out(number):
+            box = strided(senders[bucket["sender"]][copy.parameter], copy)
+            assert box.dtype == UNSIGNED[copy.dtype]
+            packed = wire[copy.at : copy.at + box.size * ITEMSIZE[copy.dtype]]
+            assert not packed.any(), f"{copy} overlaps another in its bucket"
+            packed[:] = np.ascontiguousarray(box).reshape(-1).view(np.uint8)
+        for copy in plan.copies_in(number):
+            target = strided(receivers[bucket["receiver"]][copy.parameter], copy)
+            content = wire[copy.at : copy.at + target.size * ITEMSIZE[copy.dtype]].view(UNSIGNED[copy.dtype])
+            target[:] = content.reshape(target.shape)
+            strided(writes[bucket["receiver"]][copy.parameter], copy)[:] += 1
+    return writes
+
+
+def divisors(*numbers: int) -> list[int]:
+    return [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
+
+
+@st.composite
+def models(draw) -> ModelSpec:
+    if draw(st.booleans()):
+        return qwen3_spec(
+            kv_heads=draw(st.sampled_from([2, 4, 8])),
+            head=draw(st.integers(1, 5)),
+            hidden=draw(st.integers(1, 20)),
+            layers=draw(st.integers(1, 4)),
+            experts=draw(st.sampled_from([4, 8])),
+            width=8 * draw(st.integers(1, 3)),
+            vocab=draw(st.integers(1, 150)),
+        )
+    layers = draw(st.integers(1, 4))
+    return deepseek_spec(
+        hidden_size=draw(st.integers(1, 20)),
+        vocab_size=draw(st.integers(1, 150)),
+        num_hidden_layers=layers,
+        first_k_dense_replace=draw(st.integers(0, layers)),
+        moe_layer_freq=draw(st.integers(1, 2)),
+        intermediate_size=8 * draw(st.integers(1, 4)),
+        moe_intermediate_size=8 * draw(st.integers(1, 3)),
+        n_routed_experts=draw(st.sampled_from([4, 8])),
+        n_shared_experts=draw(st.integers(0, 2)),
+        q_lora_rank=draw(st.sampled_from([None, 4, 8])),
+        kv_lora_rank=draw(st.sampled_from([2, 6])),
+        qk_rope_head_dim=2,
+        qk_nope_head_dim=draw(st.integers(1, 4)),
+    )
+
+
+@st.composite
+def trainers(draw, spec: ModelSpec) -> TrainerTopology:
+    narrowest = min([*(kv for kv in [spec.hf_config.get("num_key_value_heads")] if kv), spec.hf_config.get("q_lora_rank") or 4, 4])
+    if "kv_lora_rank" in spec.hf_config:
+        narrowest = min(narrowest, max(divisors(4, spec.hf_config["kv_lora_rank"] + spec.hf_config["qk_rope_head_dim"])))
+    tp, cp, dp = draw(st.sampled_from(divisors(narrowest))), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    pp = draw(st.integers(1, min(spec.layers, 3)))
+    vpp = draw(st.integers(1, spec.layers // pp)) if pp > 1 else 1
+    per_stage = tp * cp * dp
+    ep = draw(st.sampled_from(divisors(per_stage, spec.experts)))
+    etp = draw(st.sampled_from(divisors(per_stage // ep, 8)))
+    cuts = sorted(draw(st.lists(st.integers(0, spec.layers), min_size=pp * vpp - 1, max_size=pp * vpp - 1)))
+    uneven = tuple(b - a for a, b in zip([0, *cuts], [*cuts, spec.layers], strict=True))
+    stages = draw(st.sampled_from([(), uneven]))
+    return TrainerTopology(per_stage * pp, tp, pp, vpp, cp, ep, etp, draw(st.booleans()), stages)
+
+
+@st.composite
+def engines(draw, spec: ModelSpec) -> EngineTopology:
+    tp = draw(st.sampled_from([1, 2, 4, 8]))
+    cpu = draw(st.booleans())
+    attention_dp = draw(st.sampled_from(divisors(tp)))
+    if cpu and spec.family == "qwen3":
+        attention_dp = max(attention_dp, tp // spec.hf_config["num_key_value_heads"])
+    return EngineTopology(
+        count=draw(st.integers(1, 2)),
+        tp=tp,
+        ep=draw(st.sampled_from(divisors(tp, spec.experts))),
+        attention_dp=attention_dp,
+        dp_output_layer=draw(st.booleans()),
+        replicated_shared=draw(st.booleans()),
+        replicated_dense=draw(st.booleans()),
+        cpu=cpu,
+        dtype=draw(st.sampled_from(["bfloat16", "float32"])),
+    )
+
+
+def layer_stages(spec: ModelSpec, t: TrainerTopology) -> list[int]:
+    """Pipeline rank of each layer, from the sizes of the virtual stages."""
+    counts = list(t.stages)
+    if not counts:
+        stages = t.pp * t.vpp
+        counts = [spec.layers // stages] * stages
+        for number in [*range(1, stages - 1), 0, stages - 1][: spec.layers % stages]:
+            counts[number] += 1
+    return [number % t.pp for number, count in enumerate(counts) for _ in range(count)]
