@@ -200,11 +200,12 @@ def replay_guards(check: Check) -> Iterator[Problem]:
     config = check.config
     if not config.replays:
         return
-    reads = ("replay.actor", "replay.reference", "diagnostics.mismatch_every_steps")
+    reads = ("replay.actor", "replay.reference", "replay.expert_bias", "replay.aux_loss", "diagnostics.mismatch_every_steps")
     for sentence in replay_problems(config.megatron):
         yield Problem(
             (f"megatron.{sentence.split()[0]}", *reads),
-            f"megatron.{sentence} (or set replay.actor = replay.reference = 'off' and diagnostics.mismatch_every_steps = 0)",
+            f"megatron.{sentence} (or let no pass replay or count routes: replay.actor and replay.reference 'off', replay.expert_bias and "
+            "replay.aux_loss 'frozen', diagnostics.mismatch_every_steps 0)",
         )
 
 

@@ -163,9 +163,8 @@ class Chooser:
     def _count_for_bias(self, router: "TopKRouter", routing_map: torch.Tensor, real: torch.Tensor) -> None:
         """Megatron has just counted every row of the map that was used; make that the real rows of the map that should count."""
         with torch.no_grad():
-            wanted = routing_map if self._native is None else torch.zeros_like(routing_map).scatter(1, self._native, True)
-            if self.state.bias_counts == "replayed":
-                wanted = routing_map
+            native = self.state.bias_counts == "native" and self._native is not None  # a pass that records uses its own choice
+            wanted = torch.zeros_like(routing_map).scatter(1, self._native, True) if native else routing_map
             router.local_tokens_per_expert += (wanted & real[:, None]).sum(dim=0) - routing_map.sum(dim=0)
 
     def _counts_native(self) -> bool:

@@ -68,8 +68,12 @@ def test_sizes_that_factor(sizes: str) -> None:
         (["require.min_heldout_gain=0.1", "diagnostics.evaluate=false"], "require.min_heldout_gain needs an evaluation"),
         (["task.heldout_prompts=0"], "task.heldout_prompts 0 leaves nothing to evaluate"),
         (["megatron.moe_router_fusion=true"], "megatron.moe_router_fusion must be false: the fused router returns before"),
-        (["megatron.moe_router_fusion=true", "replay.actor=off"], "or set replay.actor = replay.reference = 'off' and diagnostics."),
+        (["megatron.moe_router_fusion=true", "replay.actor=off"], "or let no pass replay or count routes: replay.actor"),
         (["megatron.moe_expert_capacity_factor=1.0"], "a capacity drops experts"),
+        (
+            ["megatron.moe_router_fusion=true", "replay.actor=off", "diagnostics.mismatch_every_steps=0", "replay.expert_bias=native"],
+            "replay.expert_bias and replay.aux_loss 'frozen'",
+        ),
         (["megatron.moe_router_load_balancing_type=sinkhorn"], "choose experts without asking replay"),
         (["megatron.moe_token_dispatcher_type=flex"], "rebuild expert ids from probabilities"),
         (["replay.old_logprobs=off", "objective.epochs_per_batch=2"], "set it to 'auto' or 'rollout'"),
