@@ -149,6 +149,6 @@ setup(
     extras_require={"cpu": CPU, "gpu": GPU, "dev": DEV, "sinks": SINKS},
     entry_points={
         "console_scripts": ["moerl = moerl.cli:main"],
-        "sglang.srt.plugins": ["moerl = moerl.rollout.plugin:register"],
+        "sglang.srt.plugins": ["moerl = moerl.rollout.plugin:register", "moerl_sync = moerl.reshard.plugin:register"],
     },
 )

@@ -11,6 +11,10 @@
 #include <thread>
 #include <vector>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 // Loops that are compiled once for each instruction set, chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__has_attribute)
 #if __has_attribute(target_clones)
@@ -27,6 +31,7 @@ namespace {
 constexpr i64 kGroup = 64; // chunks that a thread takes at a time: at most 1 MiB
 constexpr i64 kLong = 256; // bytes of a run from which on it is copied with `copy_long`
 constexpr i64 kLine = 64;
+constexpr i64 kPast = 1024;  // bytes of a run from which on it is written with `copy_past`, if it is one that leaves the bucket
 constexpr i64 kAhead = 8;  // lines of the next run that are fetched ahead
 
 // Of any alignment, and aliasing anything.
@@ -60,6 +65,31 @@ MOERL_WIDE void copy_long(u8* __restrict dst, const u8* __restrict src, i64 byte
   std::memcpy(dst, src, static_cast<std::size_t>(bytes));
 }
 
+// Past the caches: to where nothing is read soon, such as a weight, so that its lines are not fetched only to be overwritten.
+void copy_past(u8* __restrict dst, const u8* __restrict src, i64 bytes) {
+#ifdef __SSE2__
+  const i64 lead = -reinterpret_cast<std::intptr_t>(dst) & (kLine - 1);
+  std::memcpy(dst, src, static_cast<std::size_t>(lead));
+  for (dst += lead, src += lead, bytes -= lead; bytes >= kLine; bytes -= kLine, dst += kLine, src += kLine) {
+    const auto* from = reinterpret_cast<const __m128i*>(src);
+    auto* to = reinterpret_cast<__m128i*>(dst);
+    const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1), c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+    _mm_stream_si128(to, a);
+    _mm_stream_si128(to + 1, b);
+    _mm_stream_si128(to + 2, c);
+    _mm_stream_si128(to + 3, d);
+  }
+#endif
+  std::memcpy(dst, src, static_cast<std::size_t>(bytes));
+}
+
+// Other threads see what `copy_past` wrote only after this.
+inline void settle() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
 inline void copy(u8* __restrict dst, const u8* __restrict src, i64 bytes) {
   if (bytes < kLong) std::memcpy(dst, src, static_cast<std::size_t>(bytes));
   else copy_long(dst, src, bytes);
@@ -84,6 +114,7 @@ struct Rows {
   const u8* src;
   i64 src_step;
   i64 rows, count;
+  bool past;  // the caches
 };
 
 template <class T>
@@ -103,7 +134,8 @@ void copy_rows(const Rows& r) {
   for (i64 i = 0; i < r.rows; ++i) {
     const u8* src = r.src + i * r.src_step;
     if (i + 1 < r.rows) fetch(src + r.src_step, r.count);
-    copy(r.dst + i * r.dst_step, src, r.count);
+    if (r.past && r.count >= kPast) copy_past(r.dst + i * r.dst_step, src, r.count);
+    else copy(r.dst + i * r.dst_step, src, r.count);
   }
 }
 
@@ -149,7 +181,7 @@ void move_span(const Job& job, const Box& box, Span span) {
       count = left;
     }
     const i64 flat_step = count * box.bucket_bytes, step = box.strides[kDims - 1];
-    const Rows r = job.pack ? Rows{flat, flat_step, spot, step, rows, count} : Rows{spot, step, flat, flat_step, rows, count};
+    const Rows r = job.pack ? Rows{flat, flat_step, spot, step, rows, count, false} : Rows{spot, step, flat, flat_step, rows, count, true};
     if (box.tensor_bytes == box.bucket_bytes) copy_rows(r);
     else if ((box.tensor_bytes == 4) == job.pack) cast_rows<true>(r);
     else cast_rows<false>(r);
@@ -172,6 +204,7 @@ void work(const Job& job, std::atomic<i64>& next) {
       chunk = last + 1;
     }
   }
+  settle();
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ without a traceback: status 2 for a wrong config or a wrong command, 1 for any o
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 
 from moerl import __version__
@@ -20,11 +20,13 @@ class Command:
     target: `module:function`, called with the arguments after the command; returns the exit status.
     about: one line of help.
     usage: the arguments it takes.
+    modes: flags that lead to another function.
     """
 
     target: str
     about: str
     usage: str
+    modes: dict[str, str] = field(default_factory=dict)
 
 
 COMMANDS = {
@@ -34,9 +36,12 @@ COMMANDS = {
     "rollout": Command("moerl.train.launch:rollout_main", "generate and record only, with the engines alone", "@ FILE [SETTINGS]"),
     "config": Command("moerl.config.command:main", "show the effective settings as TOML, or check them", "show|check @ FILE [SETTINGS]"),
     "plan": Command(
-        "moerl.reshard.command:main", "what a weight update of a cluster moves; no GPU needed", "@ FILE [SETTINGS] [--world N] [--json]"
+        "moerl.reshard.command:main",
+        "what a weight update moves, or how busy a cluster would be; no GPU needed",
+        "@ FILE [SETTINGS] [--world N] [--simulate] [--json]",
+        {"--simulate": "moerl.buffer.command:main"},
     ),
-    "bench": Command("moerl.bench.command:main", "measure one part, as ratios within one run", "trace|replay|pack [--json]"),
+    "bench": Command("moerl.bench.command:main", "measure one part, as ratios within one run", "trace|replay|pack|sync [--json]"),
     "doctor": Command("moerl.doctor:main", "what is installed, what is missing, why, and the command that fixes it", "[--json]"),
 }
 
@@ -71,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moerl {name} {COMMANDS[name].usage}\n\n{COMMANDS[name].about}\n\n{OPTIONS}", end="")
         return 0
     try:
-        return _target(COMMANDS[name])(rest)
+        return _target(COMMANDS[name], rest)(rest)
     except ConfigError as error:
         return _complain(str(error), 2)
     except MoerlError as error:
@@ -89,8 +94,8 @@ def usage() -> str:
     return "\n".join(("moerl: RL post-training of mixture-of-experts models", "", *lines, "", OPTIONS.rstrip()))
 
 
-def _target(command: Command) -> Callable[[list[str]], int]:
-    module, function = command.target.split(":")
+def _target(command: Command, words: Sequence[str] = ()) -> Callable[[list[str]], int]:
+    module, function = next((target for flag, target in command.modes.items() if flag in words), command.target).split(":")
     return getattr(import_module(module), function)
 
 

@@ -54,6 +54,10 @@ class ReshardError(MoerlError, RuntimeError):
     """New weights did not reach an engine, or the engine holds other bytes than were sent."""
 
 
+class LedgerError(MoerlError, RuntimeError):
+    """What is said of a group of rollouts contradicts what was recorded of it: delivered twice, or never admitted."""
+
+
 class CheckpointError(MoerlError, RuntimeError):
     """A checkpoint is missing, incomplete, or belongs to another configuration."""
 

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from moerl.errors import ConfigError
 
-BENCHMARKS = {"trace": "moerl.bench.trace:main", "replay": "moerl.bench.replay:main", "pack": "moerl.bench.pack:main"}
+BENCHMARKS = {name: f"moerl.bench.{name}:main" for name in ("trace", "replay", "pack", "sync")}
 
 
 def main(argv: list[str]) -> int:

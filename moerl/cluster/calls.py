@@ -47,6 +47,16 @@ class Calls:
             self.check()
         return [self._get(i, 1.0) for i in range(len(self._references))]
 
+    def failures(self, deadline: Any) -> list[str]:
+        """Why engines failed, each in its own words, once all have answered or the deadline has passed; empty where none did."""
+        found = []
+        for i in range(len(self._references)):
+            try:
+                self._get(i, deadline.left(self._names[i]))
+            except MoerlError as error:
+                found.append(str(error))
+        return found
+
     def _get(self, i: int, timeout_s: float) -> Any:
         try:
             return ray.get(self._references[i], timeout=max(timeout_s, 0.001))

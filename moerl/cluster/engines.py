@@ -27,7 +27,7 @@ from moerl.config.schema import Config
 from moerl.errors import EngineError, WaitTimeout
 from moerl.models import ModelSpec
 from moerl.rollout.client import EngineClient
-from moerl.rollout.generate import generate_groups
+from moerl.rollout.generate import Sampling, generate_groups, generate_some
 from moerl.rollout.sample import Group, Prompt
 from moerl.rollout.server import EngineServer, resolve_device
 from moerl.routing.codec import Codec
@@ -51,7 +51,7 @@ class EngineActor:
     def __init__(self, config: Config, number: int, log_path: str, version: int):
         self._config, self._number = config, number
         self._server = EngineServer(
-            config.model.path,
+            config.engine.model_path or config.model.path,
             config.engine,
             config.sglang,
             log_path=Path(log_path),
@@ -75,16 +75,25 @@ class EngineActor:
         except EngineError as error:
             raise await self._explained(error) from error
 
-    async def generate(self, prompts: bytes, layout: Layout, settings: Mapping[str, Any]) -> bytes:
-        """Groups for encoded prompts, encoded; see `generate_groups` for the settings."""
+    async def generate(self, prompts: bytes, sampling: Sampling, group_size: int, tag: str) -> bytes:
+        """Groups for encoded prompts, encoded; see `generate_groups`."""
         try:
-            groups = await generate_groups([self._connected()], _decode(prompts, Prompt), layout=Layout(*layout), **settings)
+            groups = await generate_groups([self._connected()], _decode(prompts, Prompt), sampling, group_size=group_size, tag=tag)
         except EngineError as error:
             raise await self._explained(error) from error
         for group in groups:
             for sample in group.samples:
                 sample.engine = self._number
         return msgspec.msgpack.encode(groups)
+
+    async def some(self, prompt: bytes, sampling: Sampling, indices: Sequence[int], keep: int, rid: str) -> bytes:
+        """An encoded `Outcome` for an encoded prompt; see `generate_some`."""
+        decoded = msgspec.msgpack.decode(prompt, type=Prompt)
+        try:
+            outcome = await generate_some(self._connected(), decoded, sampling, indices=indices, keep=keep, rid=rid, engine=self._number)
+        except EngineError as error:
+            raise await self._explained(error) from error
+        return msgspec.msgpack.encode(outcome)
 
     async def alive(self) -> bool:
         return self._server.alive()
@@ -179,6 +188,11 @@ class EnginePool:
         """The version that all engines hold; None while they don't hold one."""
         return self._version
 
+    @property
+    def actors(self) -> list[Any]:
+        """The engines' actors, in order."""
+        return list(self._actors)
+
     def log_path(self, number: int) -> Path:
         return self._log_dir / f"engine-{number}.log"
 
@@ -197,18 +211,11 @@ class EnginePool:
             )
         self._generations += 1
         count = min(len(self.names), len(prompts))
-        settings = {
-            "group_size": group_size,
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "routes": routes,
-            "layers": self._spec.layers,
-            "version": self._version,
-            "tag": f"call{self._generations}",
-            "codec": self._codec,
-        }
+        sampling = Sampling(max_new_tokens, temperature, routes, self._layout, self._spec.layers, version=self._version, codec=self._codec)
         references = [
-            self._actors[i].generate.remote(msgspec.msgpack.encode(list(prompts[i::count])), tuple(self._layout), settings)
+            self._actors[i].generate.remote(
+                msgspec.msgpack.encode(list(prompts[i::count])), sampling, group_size, f"call{self._generations}"
+            )
             for i in range(count)
         ]
         calls = Calls("generate", self.names[:count], references, self._died)

@@ -6,6 +6,7 @@ Each group is one unit of work with a deadline of `task.reward_timeout_s`, so th
 logprobs stay where they are.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -139,6 +140,76 @@ class RewardPool:
             ray.kill(self._actors[worker])
             self._actors[worker] = self._spawn()
         self._load([self._actors[worker] for worker in workers])
+
+
+class RewardWorkers:
+    """`task.reward_workers` actors for an event loop: a group at a time each, with a deadline, and again where that fails.
+
+    Where it fails `task.reward_retries` times more, that group has no rewards; the workers stay usable.
+    """
+
+    def __init__(self, task: Task):
+        self._task = task
+        self._idle: asyncio.Queue[Any] = asyncio.Queue()
+        self._all: list[Any] = []
+
+    async def start(self) -> None:
+        """Start the workers.
+
+        Raises:
+            TaskError: the reward function cannot be found or imported.
+        """
+        for worker in await asyncio.gather(*(self._spawn() for _ in range(self._task.reward_workers))):
+            self._idle.put_nowait(worker)
+
+    async def score(self, group: Group) -> Group:
+        """The group with rewards.
+
+        Raises:
+            TaskError: the function raised, died, or did not answer in time, at every attempt; names the prompt.
+        """
+        record, failure = _record(group), None
+        what = f"reward {self._task.reward!r} failed for prompt {group.prompt_id} (answer {group.answer!r})"
+        for _ in range(1 + self._task.reward_retries):
+            worker = await self._idle.get()
+            try:
+                rewards = await asyncio.wait_for(worker.score.remote(record), self._task.reward_timeout_s)
+            except (TimeoutError, RayActorError) as error:
+                late = isinstance(error, TimeoutError)
+                why = (
+                    f"no answer within {self._task.reward_timeout_s:g} s (task.reward_timeout_s)" if late else f"its process died: {error}"
+                )
+                failure = TaskError(f"{what}: {why}")
+                self._all.remove(worker)
+                ray.kill(worker)
+                worker = await self._spawn()
+            except RayTaskError as error:
+                failure = error.cause if isinstance(error.cause, MoerlError) else TaskError(f"{what}: {error.cause}")
+            except asyncio.CancelledError:
+                self._idle.put_nowait(worker)
+                raise
+            else:
+                self._idle.put_nowait(worker)
+                return _scored(group, rewards)
+            self._idle.put_nowait(worker)
+        raise failure
+
+    def stop(self) -> None:
+        """End all workers. Safe to call twice."""
+        for worker in self._all:
+            ray.kill(worker)
+        self._all = []
+
+    async def _spawn(self) -> Any:
+        worker = ray.remote(num_cpus=0, max_restarts=0)(RewardActor).remote(self._task.reward)
+        self._all.append(worker)
+        try:
+            await asyncio.wait_for(worker.load.remote(), _START_TIMEOUT_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, MoerlError):
+                raise error.cause from error
+            raise TaskError(f"reward {self._task.reward!r} could not be loaded: {error.cause}") from error
+        return worker
 
 
 def _record(group: Group) -> bytes:

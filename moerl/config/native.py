@@ -40,6 +40,7 @@ OWNED_MEGATRON = {
     "moe_router_num_groups": _FROM_MODEL,
     "moe_router_group_topk": _FROM_MODEL,
     "moe_router_score_function": _FROM_MODEL,
+    "moe_router_pre_softmax": _FROM_MODEL,
     "moe_router_enable_expert_bias": _FROM_MODEL,
     "moe_router_topk_scaling_factor": _FROM_MODEL,
     "moe_shared_expert_intermediate_size": _FROM_MODEL,
@@ -91,7 +92,10 @@ _MEGATRON_CLASSES = {"MLATransformerConfig", "TransformerConfig", "ModelParallel
 
 
 def megatron_problems(options: dict[str, Any]) -> list[str]:
-    """`[megatron]` keys that the installed `MLATransformerConfig` lacks, that moerl owns, or that no file can express."""
+    """`[megatron]` keys that the installed configuration classes lack, that moerl owns, or that no file can express.
+
+    Those of multi-latent attention alone pass here for every model: the trainer, which knows the family, refuses them.
+    """
     if not options:
         return []
     problems = _problems("megatron", options, OWNED_MEGATRON, "megatron-core", megatron_fields)
@@ -123,7 +127,7 @@ def sink_problems(observe: Observe) -> list[str]:
 
 @cache
 def megatron_fields() -> frozenset[str]:
-    """Fields of the installed `MLATransformerConfig`, those of its bases included."""
+    """Fields of the installed `MLATransformerConfig` and its base, the `TransformerConfig` of families without MLA."""
     core = _package_folder("megatron", "megatron-core") / "core"
     sources = (core / "transformer" / "transformer_config.py", core / "model_parallel_config.py")
     return _class_fields(sources, lambda node: node.name in _MEGATRON_CLASSES)

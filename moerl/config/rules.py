@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 REWARDS = ("math_verify", "exact_integer")
 """Rewards that have a short name; any other is `package.module:function`."""
+TIS, MIS = ("tis", "tis_sequence"), ("mis", "mis_sequence")
+"""Corrections that read `tis_cap` and `mis_cap`."""
 
 
 @dataclass(frozen=True)
@@ -156,27 +158,88 @@ def correction(check: Check) -> Iterator[Problem]:
             ("objective.correction", "objective.icepop_low", "objective.icepop_high"),
             f"objective.icepop_low {low} and icepop_high {high} must lie below and above 1, the ratio of two equal policies",
         )
-    if objective.correction == "tis" and objective.tis_cap < 1:
+    if objective.correction in TIS and objective.tis_cap < 1:
         yield Problem(
             ("objective.correction", "objective.tis_cap"),
             f"objective.tis_cap {objective.tis_cap} would cut even equal policies, whose weight is 1; expected at least 1",
+        )
+    if objective.correction in MIS and objective.mis_cap <= 1:
+        yield Problem(
+            ("objective.correction", "objective.mis_cap"),
+            f"objective.mis_cap {objective.mis_cap} would mask even nearly equal policies, whose weight is about 1; expected more than 1",
+        )
+    if objective.old_policy == "engine" and objective.correction != "none":
+        yield Problem(
+            ("objective.old_policy", "objective.correction"),
+            f"objective.correction {objective.correction!r} weighs the old policy against the engine, but objective.old_policy 'engine' "
+            "makes them one; set objective.correction = 'none', or old_policy = 'trainer'",
+        )
+
+
+def losses(check: Check) -> Iterator[Problem]:
+    """A loss must differ from the default where another was asked for, and be clipped where its ratios lie."""
+    objective = check.config.objective
+    if objective.loss != "ppo" and objective.old_policy == "trainer" and objective.epochs_per_batch == 1:
+        yield Problem(
+            ("objective.loss", "objective.old_policy", "objective.epochs_per_batch"),
+            f"objective.loss {objective.loss!r} has no effect: with one update per batch the old policy is the live one, every ratio is 1, "
+            "and all losses have one gradient; set objective.old_policy = 'engine', or epochs_per_batch above 1",
+        )
+    clips = ("objective.clip_low", "objective.clip_high")
+    if objective.loss == "gspo" and not all(clip in check.given for clip in clips):
+        yield Problem(
+            ("objective.loss", *clips),
+            f"objective.clip_low {objective.clip_low} and clip_high {objective.clip_high} are for the ratios of tokens; those of whole "
+            "sequences lie much nearer to 1: give both for objective.loss 'gspo' (its authors use 3e-4 and 4e-4)",
+        )
+    if objective.baseline == "leave_one_out" and objective.normalize_std:
+        yield Problem(
+            ("objective.baseline", "objective.normalize_std"),
+            "objective.baseline 'leave_one_out' only scales advantages that are divided by their standard deviation; "
+            "set objective.normalize_std = false (RLOO), or baseline = 'mean'",
+        )
+
+
+def buffering(check: Check) -> Iterator[Problem]:
+    """A step's groups must fit into the buffer, and what it lets through must be allowed in training."""
+    config = check.config
+    buffer, rollout = config.buffer, config.rollout
+    if buffer.capacity_groups is not None and buffer.capacity_groups < rollout.prompts_per_step:
+        yield Problem(
+            ("buffer.capacity_groups", "rollout.prompts_per_step"),
+            f"buffer.capacity_groups {buffer.capacity_groups} cannot hold the {rollout.prompts_per_step} groups of one step "
+            "(rollout.prompts_per_step): raise it to at least that, or leave it out",
+        )
+    if buffer.min_group > rollout.group_size >= 2:
+        yield Problem(
+            ("buffer.min_group", "rollout.group_size"),
+            f"buffer.min_group {buffer.min_group} is more than the {rollout.group_size} completions of a group (rollout.group_size): "
+            "no group would be enough; lower it",
+        )
+    oldest = config.replay.max_row_lag
+    if config.replays_rollout and oldest is not None and oldest < buffer.max_lag:
+        yield Problem(
+            ("buffer.max_lag", "replay.max_row_lag", "replay.actor", "replay.old_logprobs", "replay.reference", "replay.evaluation"),
+            f"replay.max_row_lag {oldest} would refuse the routes of groups that buffer.max_lag {buffer.max_lag} lets in: raise it to at "
+            "least buffer.max_lag, or leave it out",
         )
 
 
 def waits(check: Check) -> Iterator[Problem]:
     """Trainer ranks wait in a collective while rank 0 generates, and restarts an engine if it must."""
-    config = check.config
+    config, attempts = check.config, len(check.config.sync.ladder)
     parts = {
         "rollout.request_timeout_s": config.rollout.request_timeout_s,
         "engine.start_timeout_s": config.engine.start_timeout_s,
         "sync.timeout_s": config.sync.timeout_s,
     }
-    if check.world > 1 and config.parallel.timeout_s <= sum(parts.values()):
-        shown = " + ".join(f"{name} {value:g}" for name, value in parts.items())
+    total = sum(parts.values()) + (attempts - 1) * config.sync.timeout_s
+    if check.world > 1 and config.parallel.timeout_s <= total:
+        shown = " + ".join(f"{name} {value:g}" for name, value in parts.items()) + (f" x {attempts} attempts" if attempts > 1 else "")
         yield Problem(
             ("parallel.timeout_s", *parts),
             f"parallel.timeout_s {config.parallel.timeout_s:g} would end the other ranks' wait while rank 0 may still be busy: it must be "
-            f"more than {shown} = {sum(parts.values()):g}",
+            f"more than {shown} = {total:g}",
         )
 
 
@@ -247,12 +310,17 @@ def balancing(check: Check) -> Iterator[Problem]:
 
 
 SILENT = (
-    ("objective.tis_cap", "objective.correction", lambda config: config.objective.correction == "tis"),
+    ("objective.tis_cap", "objective.correction", lambda config: config.objective.correction in TIS),
+    ("objective.mis_cap", "objective.correction", lambda config: config.objective.correction in MIS),
+    ("objective.unbiased_kl", "objective.kl_coef", lambda config: config.objective.kl_coef > 0),
     ("objective.icepop_low", "objective.correction", lambda config: config.objective.correction == "icepop"),
     ("objective.icepop_high", "objective.correction", lambda config: config.objective.correction == "icepop"),
     ("task.path", "task.kind", lambda config: config.task.kind == "jsonl"),
     ("task.name", "task.kind", lambda config: config.task.kind == "reasoning_gym"),
     ("train.expert_bias_update_rate", "replay.expert_bias", lambda config: config.replay.expert_bias != "frozen"),
+    ("buffer.policy", "buffer.max_lag", lambda config: config.buffer.max_lag > 0),
+    ("buffer.max_resamples_per_step", "buffer.dynamic_sampling", lambda config: config.buffer.dynamic_sampling),
+    ("buffer.length_memory", "buffer.longest_first", lambda config: config.buffer.longest_first),
     ("replay.reference", "objective.kl_coef", lambda config: config.objective.kl_coef > 0),
     ("replay.evaluation", "diagnostics.mismatch_every_steps", lambda config: config.diagnostics.mismatch_every_steps > 0),
     ("diagnostics.evaluate_every_steps", "diagnostics.evaluate", lambda config: config.diagnostics.evaluate),
@@ -293,9 +361,11 @@ RULES: tuple[Callable[[Check], Iterator[Problem]], ...] = (
     parallel_sizes,
     sampling,
     token_budgets,
+    buffering,
     waits,
     task,
     correction,
+    losses,
     evaluation,
     replay_guards,
     replay_modes,

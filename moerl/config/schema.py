@@ -56,6 +56,9 @@ class Task(Section):
     """`math_verify`, `exact_integer`, or `package.module:function` taking (completion text, answer, finish_reason) -> float."""
     reward_workers: Positive = 1
     reward_timeout_s: Seconds = 10.0
+    """Deadline for one group."""
+    reward_retries: NonNegative = 1
+    """How often a reward that failed is tried again; then its group is refused."""
 
 
 class Rollout(Section):
@@ -78,6 +81,9 @@ class Engine(Section):
     """The SGLang engines and their life cycle; SGLang's own options go into `[sglang]`."""
 
     count: Positive = 1
+    model_path: str = ""
+    """Hugging Face folder that the engines start from, if not `model.path`: the same model in another precision, such as block-quantised
+    fp8. The trainer then quantises what it sends them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tp: Positive = 1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -166,31 +172,107 @@ class Parallel(Section):
 
 
 class Objective(Section):
-    """GRPO with asymmetric clipping and a correction for the engine-trainer gap."""
+    """GRPO and its relatives: what is compared, clipped and averaged, and what corrects the engine-trainer gap and staleness.
 
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    Ratios and weights are of probabilities, 1 where two policies agree. DAPO's loss is the default; Dr. GRPO is normalize_std = false and
+    length_normalization = "constant"; RLOO is baseline = "leave_one_out" and normalize_std = false.
+    """
+
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """ppo: the clip takes single tokens' gradient. gspo: the ratio is the geometric mean over a sequence's tokens, and the clip takes whole
+    sequences. cispo: the clip bounds the token's weight, and no token loses its gradient."""
+    old_policy: Literal["trainer", "engine"] = "trainer"
+    """What the clipped ratio is taken to. trainer: the weights before the batch's first update; `correction` stands for the rest of the
+    way to the engine (decoupled PPO). engine: what sampled, at once, so that the clip bounds mismatch, staleness and update together."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The ratio is clipped below 1 - clip_low; 1: never. gspo needs far narrower clips, such as 3e-4 and 4e-4."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """The ratio is clipped above 1 + clip_high."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What rewards are compared with: the mean of the prompt's group, or that of its other completions."""
     normalize_std: bool = True
     """Divide group advantages by the group's standard deviation (false: Dr. GRPO)."""
+    length_normalization: Literal["tokens", "sequences", "constant"] = "tokens"
+    """What the loss is a mean over. tokens: all of the batch, equally. sequences: each sequence's mean, equally, as in GRPO and GSPO.
+    constant: as tokens, but divided by sequences times `rollout.max_new_tokens`, so that no step's lengths scale it (Dr. GRPO)."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the k3 KL to the reference (the policy at version 0); 0 keeps no reference model."""
+    unbiased_kl: bool = False
+    """Weigh the KL of a token by the live policy's ratio to the engine's: value and gradient are then unbiased, also off policy."""
     entropy_coef: float = 0.0
-    correction: Literal["none", "tis", "icepop"] = "tis"
-    """tis: truncated importance weight; icepop: tokens outside [icepop_low, icepop_high] are masked."""
+    correction: Literal["none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop"] = "tis"
+    """Weight of old policy to engine. tis: truncated at tis_cap; mis: zero above mis_cap; icepop: zero outside [icepop_low, icepop_high].
+    *_sequence: one weight per sequence, the product of its tokens', whose spread grows with the length."""
     tis_cap: Annotated[float, Field(gt=0)] = 2.0
+    mis_cap: Annotated[float, Field(gt=0)] = 2.0
     icepop_low: Annotated[float, Field(gt=0)] = 0.5
     icepop_high: Annotated[float, Field(gt=0)] = 2.0
+    opsm_threshold: Annotated[float, Field(ge=0)] = 0.0
+    """Off-policy sequence masking: leave out sequences of negative advantage whose mean log(engine / live) per token, in nats, is above
+    this. 0: none are."""
     epochs_per_batch: Positive = 1
     """Optimizer updates on one batch. Above 1 the old logprobs are computed before the first."""
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether a token's loss depends on the other tokens of its sequence."""
+        per_sequence = self.loss == "gspo" or self.correction.endswith("_sequence") or self.length_normalization != "tokens"
+        return per_sequence or self.opsm_threshold > 0
 
 
 class Sync(Section):
     """How new weights reach the engines."""
 
-    bucket_mib: Annotated[float, Field(gt=0)] = 256.0
-    verify: bool = True
-    """Compare every engine parameter's checksum with the trainer's bytes after each sync."""
+    way: Literal["auto", "direct", "compatible"] = "auto"
+    """direct: every engine rank receives exactly its own bytes from the ranks that hold them. compatible: whole tensors are gathered and
+    broadcast, and the engine cuts out its part. auto: direct, and compatible where that failed twice."""
+    transport: Literal["auto", "gloo", "nccl", "shared_memory"] = "auto"
+    """Of the direct way. auto: nccl between GPUs; on CPU, shared memory between ranks of one machine and gloo between machines."""
+    interrupt: Literal["drain", "abort", "in_place", "retract"] = "in_place"
+    """What an update does to running requests. drain: it waits until none runs. abort: they are cut off and resumed as new requests.
+    in_place: they go on with what they have computed. retract: the engine recomputes them under the new weights."""
+    bucket_mib: Annotated[float, Field(gt=0)] = 64.0
+    """What travels in one piece; sender and receiver each keep two of them."""
+    verify: Literal["every", "never"] | Positive = "every"
+    """Read every engine parameter back after each sync, never, or after each n-th; what travels is checked in any case."""
+    delta: bool = False
+    """Send only the elements that changed in the engine's dtype. Lossless; the trainer keeps a copy of what it sent."""
     timeout_s: Seconds = 300.0
+    """Deadline of each attempt."""
+
+    @property
+    def ladder(self) -> tuple[Literal["direct", "compatible"], ...]:
+        """The ways that are tried, each after what failed before it."""
+        return {"auto": ("direct", "direct", "compatible"), "direct": ("direct", "direct"), "compatible": ("compatible",)}[self.way]
+
+
+class Buffer(Section):
+    """Between engines and trainer: how far generation may run ahead, and what is done where it does. A group is a prompt's completions."""
+
+    max_lag: NonNegative = 0
+    """How many versions older than the weights being trained a token may be. 0: each step waits for groups of its own version."""
+    policy: Literal["wait", "mask", "refuse"] = "wait"
+    """When a step is due for a group that is still running. wait: the step waits for it. mask: it is trained later, without its tokens
+    that lag by more than max_lag. refuse: it is dropped; what is dropped is long, so the metrics compare lengths."""
+    capacity_groups: Positive | None = None
+    """Groups admitted and not yet trained, at most; below prompts_per_step × (max_lag + 1), which is the limit if unset, it lowers the
+    usual lag where the trainer is the slower side."""
+    oversample: NonNegative = 0
+    """Completions begun beyond rollout.group_size; the group is the first to end, the others are aborted and wasted. Favours short ones."""
+    sample_retries: NonNegative = 2
+    """Fresh completions for failed ones, per group. After that the group is trained with the others, if there are min_group."""
+    min_group: Annotated[int, Field(ge=2)] = 2
+    """Completions that a group with failed ones needs; its baseline is the mean over those it has."""
+    group_timeout_s: Seconds | None = None
+    """A group that runs longer is aborted and refused as a whole: a baseline over its quick completions alone would be distorted."""
+    dynamic_sampling: bool = False
+    """Refuse groups whose rewards are all the same, and generate others instead (DAPO)."""
+    max_resamples_per_step: Positive = 64
+    """Groups refused so for one step; after that the step trains such groups too, and says so."""
+    longest_first: bool = True
+    """Begin prompts that were long before earlier, among those admitted at the same version."""
+    length_memory: Annotated[float, Field(ge=0, lt=1)] = 0.7
+    """Weight of the past in the running average of a prompt's length."""
 
 
 class Checkpoint(Section):
@@ -244,6 +326,7 @@ class Config(Section):
     parallel: Parallel = Parallel()
     objective: Objective = Objective()
     sync: Sync = Sync()
+    buffer: Buffer = Buffer()
     checkpoint: Checkpoint = Checkpoint()
     diagnostics: Diagnostics = Diagnostics()
     observe: Observe = Observe()
@@ -275,7 +358,8 @@ class Config(Section):
     def old_logprobs_mode(self) -> Literal["rollout", "off"] | None:
         """Routes of the pass for the old logprobs; None where there is no such pass."""
         replay = self.replay
-        if self.objective.epochs_per_batch == 1 and replay.actor != "proximal":
+        wanted = self.objective.epochs_per_batch > 1 and self.objective.old_policy == "trainer"
+        if not wanted and replay.actor != "proximal":
             return None
         if replay.old_logprobs == "auto":
             return "rollout" if replay.actor == "rollout" else "off"

@@ -1,7 +1,10 @@
-"""Make a tiny, randomly initialised DeepSeek-V3 checkpoint with a one-character-per-token tokenizer for arithmetic.
+"""Make a tiny, randomly initialised checkpoint with a one-character-per-token tokenizer for arithmetic.
 
-Everything real about DeepSeek-V3 is in it: MLA with compressed queries, yarn, a dense first layer, group-limited sigmoid
-routing with a correction bias, a shared expert. Only the sizes are small. The folder loads in transformers, SGLang and moerl.
+    tiny_config (DeepSeek-V3), tiny_qwen3_config (Qwen3-MoE) --write_tiny--> folder
+
+Everything real about the family is in it. DeepSeek-V3: MLA with compressed queries, yarn, a dense first layer, group-limited sigmoid
+routing with a correction bias, a shared expert. Qwen3-MoE: grouped-query attention with normalised queries and keys of a width of
+their own, softmax routing. Only the sizes are small. The folder loads in transformers, SGLang and moerl.
 """
 
 import json
@@ -81,6 +84,57 @@ def tiny_config(
     }
 
 
+def tiny_qwen3_config(
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    experts: int = 64,
+    topk: int = 8,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    expert_width: int = 64,
+    initializer_range: float = 0.06,
+) -> dict[str, Any]:
+    """`config.json` of a tiny Qwen3-MoE; as in the published models, the heads together are wider than the hidden size."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": expert_width,
+        "num_experts": experts,
+        "num_experts_per_tok": topk,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "max_window_layers": layers,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "initializer_range": initializer_range,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
+
+
 def write_tiny(folder: str | Path, config: dict[str, Any], seed: int = 0) -> ModelSpec:
     """Write config, tokenizer and random float32 weights into `folder` (made if missing)."""
     folder = Path(folder)
@@ -97,8 +151,8 @@ def random_weights(spec: ModelSpec, std: float, seed: int) -> dict[str, np.ndarr
     rng = np.random.default_rng(seed)
     weights = {}
     for entry in spec.entries():
-        for name in entry.hf:
-            shape = entry.param.shape
+        for part, name in enumerate(entry.hf):
+            shape = entry.param.part_shape(part)
             if entry.param.fp32:
                 weights[name] = np.zeros(shape, np.float32)
             elif len(shape) == 1:

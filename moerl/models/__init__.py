@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 from moerl.errors import ModelError
-from moerl.models import deepseek
+from moerl.models import deepseek, qwen3
 from moerl.models.spec import Entry, ModelSpec, Param
 
 __all__ = ["FAMILIES", "Entry", "ModelSpec", "Param", "read_spec"]
 
-FAMILIES = {model_type: family for family in (deepseek,) for model_type in family.MODEL_TYPES}
+FAMILIES = {model_type: family for family in (deepseek, qwen3) for model_type in family.MODEL_TYPES}
 
 _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 

@@ -5,163 +5,107 @@ Sources: the published `config.json` and tensor inventories of DeepSeek-V3, Kimi
 
 from typing import Any
 
-from moerl.models.spec import LayerKind, ModelSpec, Param
+from moerl.models import blocks
+from moerl.models.blocks import ATTN, M_ATTN, M_MLP, MLP
+from moerl.models.spec import ModelSpec, Param
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
-
-_ATTN = "model.layers.{layer}.self_attn."
-_MLP = "model.layers.{layer}.mlp."
-_M_ATTN = "decoder.layers.{layer}.self_attention."
-_M_MLP = "decoder.layers.{layer}.mlp."
-_EXPERT = _MLP + "experts.{expert}."
-_M_EXPERT = _M_MLP + "experts.local_experts.{expert}."
-_M_GROUPED = _M_MLP + "experts."
 
 
 def _attention(hf: dict[str, Any]) -> tuple[Param, ...]:
     hidden, heads, rope, lora = hf["hidden_size"], hf["num_attention_heads"], hf["qk_rope_head_dim"], hf["kv_lora_rank"]
     nope, value, q_lora = hf["qk_nope_head_dim"], hf["v_head_dim"], hf.get("q_lora_rank")
-    fused = _ATTN + "fused_qkv_a_proj_with_mqa.weight"
+    fused = ATTN + "fused_qkv_a_proj_with_mqa.weight"
     if q_lora:
         query = (
             Param(
-                _M_ATTN + "linear_q_down_proj.weight",
-                (_ATTN + "q_a_proj.weight",),
+                M_ATTN + "linear_q_down_proj.weight",
+                (ATTN + "q_a_proj.weight",),
                 (q_lora, hidden),
                 0,
                 engine=fused,
                 engine_replicated=True,
             ),
             Param(
-                _M_ATTN + "q_layernorm.weight",
-                (_ATTN + "q_a_layernorm.weight",),
+                M_ATTN + "q_layernorm.weight",
+                (ATTN + "q_a_layernorm.weight",),
                 (q_lora,),
-                engine=_ATTN + "q_a_layernorm.weight",
-                aliases=(_M_ATTN + "linear_q_up_proj.layer_norm_weight",),
+                engine=ATTN + "q_a_layernorm.weight",
+                aliases=(M_ATTN + "linear_q_up_proj.layer_norm_weight",),
             ),
             Param(
-                _M_ATTN + "linear_q_up_proj.weight",
-                (_ATTN + "q_b_proj.weight",),
+                M_ATTN + "linear_q_up_proj.weight",
+                (ATTN + "q_b_proj.weight",),
                 (heads * (nope + rope), q_lora),
                 0,
-                engine=_ATTN + "q_b_proj.weight",
+                engine=ATTN + "q_b_proj.weight",
             ),
         )
     else:
-        fused = _ATTN + "kv_a_proj_with_mqa.weight"
-        name = _ATTN + "q_proj.weight"
-        query = (Param(_M_ATTN + "linear_q_proj.weight", (name,), (heads * (nope + rope), hidden), 0, engine=name),)
+        fused = ATTN + "kv_a_proj_with_mqa.weight"
+        name = ATTN + "q_proj.weight"
+        query = (Param(M_ATTN + "linear_q_proj.weight", (name,), (heads * (nope + rope), hidden), 0, engine=name),)
     return (
         *query,
         Param(
-            _M_ATTN + "linear_kv_down_proj.weight",
-            (_ATTN + "kv_a_proj_with_mqa.weight",),
+            M_ATTN + "linear_kv_down_proj.weight",
+            (ATTN + "kv_a_proj_with_mqa.weight",),
             (lora + rope, hidden),
             0,
             engine=fused,
             engine_replicated=True,
         ),
         Param(
-            _M_ATTN + "kv_layernorm.weight",
-            (_ATTN + "kv_a_layernorm.weight",),
+            M_ATTN + "kv_layernorm.weight",
+            (ATTN + "kv_a_layernorm.weight",),
             (lora,),
-            engine=_ATTN + "kv_a_layernorm.weight",
-            aliases=(_M_ATTN + "linear_kv_up_proj.layer_norm_weight",),
+            engine=ATTN + "kv_a_layernorm.weight",
+            aliases=(M_ATTN + "linear_kv_up_proj.layer_norm_weight",),
         ),
         Param(
-            _M_ATTN + "linear_kv_up_proj.weight",
-            (_ATTN + "kv_b_proj.weight",),
+            M_ATTN + "linear_kv_up_proj.weight",
+            (ATTN + "kv_b_proj.weight",),
             (heads * (nope + value), lora),
             0,
-            engine=_ATTN + "kv_b_proj.weight",
+            engine=ATTN + "kv_b_proj.weight",
         ),
         Param(
-            _M_ATTN + "linear_proj.weight",
-            (_ATTN + "o_proj.weight",),
+            M_ATTN + "linear_proj.weight",
+            (ATTN + "o_proj.weight",),
             (hidden, heads * value),
             1,
-            engine=_ATTN + "o_proj.weight",
+            engine=ATTN + "o_proj.weight",
         ),
     )
 
 
-def _mlp(prefix_hf: str, prefix_megatron: str, hidden: int, width: int, layers: LayerKind) -> tuple[Param, ...]:
-    """A gated MLP: gate and up stacked in `linear_fc1`, down in `linear_fc2`."""
-    up = (prefix_hf + "gate_proj.weight", prefix_hf + "up_proj.weight")
-    down = prefix_hf + "down_proj.weight"
-    return (
-        Param(prefix_megatron + "linear_fc1.weight", up, (width, hidden), 0, layers, engine=prefix_hf + "gate_up_proj.weight"),
-        Param(prefix_megatron + "linear_fc2.weight", (down,), (hidden, width), 1, layers, engine=down),
-    )
-
-
-def _experts(hidden: int, width: int) -> tuple[Param, ...]:
-    return (
-        Param(
-            _M_EXPERT + "linear_fc1.weight",
-            (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
-            (width, hidden),
-            tp_axis=0,
-            layers="moe",
-            expert=True,
-            engine=_MLP + "experts.w13_weight",
-            aliases=(_M_GROUPED + "linear_fc1.weight{expert}",),
-        ),
-        Param(
-            _M_EXPERT + "linear_fc2.weight",
-            (_EXPERT + "down_proj.weight",),
-            (hidden, width),
-            tp_axis=1,
-            layers="moe",
-            expert=True,
-            engine=_MLP + "experts.w2_weight",
-            aliases=(_M_GROUPED + "linear_fc2.weight{expert}",),
-        ),
-    )
-
-
-def _params(hf: dict[str, Any], shared: int, bias: bool) -> tuple[Param, ...]:
-    hidden, vocab, experts, width = hf["hidden_size"], hf["vocab_size"], hf["n_routed_experts"], hf["moe_intermediate_size"]
-    norm = "model.layers.{layer}.input_layernorm.weight"
-    post = "model.layers.{layer}.post_attention_layernorm.weight"
-    embed, gate = "model.embed_tokens.weight", _MLP + "gate.weight"
+def _params(hf: dict[str, Any], shared: int, bias: bool, tied: bool) -> tuple[Param, ...]:
+    hidden, vocab, width = hf["hidden_size"], hf["vocab_size"], hf["moe_intermediate_size"]
+    first, second = blocks.layer_norms(hidden)
     params = [
-        Param("embedding.word_embeddings.weight", (embed,), (vocab, hidden), 0, "once", engine=embed),
-        Param("decoder.layers.{layer}.input_layernorm.weight", (norm,), (hidden,), engine=norm),
+        blocks.embedding(vocab, hidden, tied=tied),
+        first,
         *_attention(hf),
-        Param(
-            "decoder.layers.{layer}.pre_mlp_layernorm.weight",
-            (post,),
-            (hidden,),
-            engine=post,
-            aliases=(_M_MLP + "linear_fc1.layer_norm_weight",),
-        ),
-        *_mlp(_MLP, _M_MLP, hidden, hf["intermediate_size"], "dense"),
-        Param(_M_MLP + "router.weight", (gate,), (experts, hidden), layers="moe", engine=gate),
+        second,
+        *blocks.gated_mlp(MLP, M_MLP, hidden, hf["intermediate_size"], "dense"),
+        blocks.router(hf["n_routed_experts"], hidden),
     ]
     if bias:
-        name = _MLP + "gate.e_score_correction_bias"
-        params.append(Param(_M_MLP + "router.expert_bias", (name,), (experts,), layers="moe", engine=name, fp32=True))
+        name = MLP + "gate.e_score_correction_bias"
+        params.append(Param(M_MLP + "router.expert_bias", (name,), (hf["n_routed_experts"],), layers="moe", engine=name, fp32=True))
     if shared:
-        params += _mlp(_MLP + "shared_experts.", _M_MLP + "shared_experts.", hidden, shared * width, "moe")
-    return (
-        *params,
-        *_experts(hidden, width),
-        Param("decoder.final_layernorm.weight", ("model.norm.weight",), (hidden,), None, "once", engine="model.norm.weight"),
-        Param("output_layer.weight", ("lm_head.weight",), (vocab, hidden), 0, "once", engine="lm_head.weight"),
-    )
+        params += blocks.gated_mlp(MLP + "shared_experts.", M_MLP + "shared_experts.", hidden, shared * width, "moe")
+    return (*params, *blocks.routed_experts(hidden, width), *blocks.head(vocab, hidden, tied=tied))
 
 
 def _rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's rotary settings; accepts `rope_scaling` and the `rope_parameters` that transformers >= 5 writes."""
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = hf["rope_theta"] if "rope_theta" in hf else rope.get("rope_theta", 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    """Megatron's rotary settings."""
+    theta, kind, rope = blocks.rope_settings(hf)
     if kind == "default":
-        return {"rope_type": "rope", "rotary_base": float(theta)}
+        return {"rope_type": "rope", "rotary_base": theta}
     return {
         "rope_type": "yarn",
-        "rotary_base": float(theta),
+        "rotary_base": theta,
         "rotary_scaling_factor": float(rope["factor"]),
         "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
         "beta_fast": float(rope.get("beta_fast", 32)),
@@ -177,6 +121,7 @@ def spec(hf: dict[str, Any]) -> ModelSpec:
     moe_layers = tuple(i for i in range(layers) if i >= dense and i % freq == 0)
     shared = hf.get("n_shared_experts") or 0
     bias = hf.get("topk_method", "noaux_tc") == "noaux_tc"
+    tied = bool(hf.get("tie_word_embeddings", False))
     groups = hf.get("n_group") or 1
     megatron = {
         "num_layers": layers,
@@ -210,7 +155,7 @@ def spec(hf: dict[str, Any]) -> ModelSpec:
         topk=hf["num_experts_per_tok"],
         hidden_size=hf["hidden_size"],
         vocab_size=hf["vocab_size"],
-        tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        params=_params(hf, shared, bias),
+        tied_embeddings=tied,
+        params=_params(hf, shared, bias, tied),
         megatron=megatron,
     )

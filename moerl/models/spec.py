@@ -55,6 +55,16 @@ class Param:
         """Shape of the HF tensor `hf[part]`."""
         return self.part_shapes[part] if self.part_shapes else self.shape
 
+    @property
+    def groups(self) -> int:
+        """Key-value heads, where `head_rows` is set: as many groups are interleaved."""
+        return min(shape[0] for shape in self.part_shapes) // self.head_rows
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether it has one row per token: the embedding and the output layer, which both sides pad."""
+        return self.layers == "once" and len(self.shape) == 2
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -68,8 +78,10 @@ class ModelSpec:
         experts: routed experts per MoE layer.
         topk: experts per token.
         vocab_size: rows of the embedding in the checkpoint.
+        tied_embeddings: the output layer is the embedding; `params` then has no output layer.
         params: all kinds of weights.
         megatron: keyword arguments for Megatron's transformer configuration (torch-free values).
+        megatron_model: keyword arguments for Megatron's model, where its configuration has no field for them.
     """
 
     family: str
@@ -83,6 +95,12 @@ class ModelSpec:
     tied_embeddings: bool
     params: tuple[Param, ...]
     megatron: dict[str, Any] = field(default_factory=dict)
+    megatron_model: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def latent_attention(self) -> bool:
+        """Whether attention is multi-latent (MLA), for which Megatron has a configuration of its own."""
+        return "kv_lora_rank" in self.megatron
 
     def entries(self) -> Iterator["Entry"]:
         """All weights of the model in canonical order: the same on every rank, layer by layer."""

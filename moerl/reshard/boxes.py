@@ -51,19 +51,16 @@ class Kind:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether it has one row per token: the embedding and the output layer, which both sides pad."""
-        return self.param.layers == "once" and len(self.param.shape) == 2
+        return self.param.is_vocabulary
 
 
 def kinds(spec: ModelSpec) -> tuple[Kind, ...]:
-    """All kinds of HF tensors that travel, in canonical order; without an output layer that is tied to the embedding."""
+    """All kinds of HF tensors, in canonical order."""
     layers: dict[Param, list[int]] = {}
     outside = -1
     for entry in spec.entries():
         if entry.layer is not None:
             outside = spec.layers
-        if spec.tied_embeddings and entry.param.megatron == "output_layer.weight":
-            continue
         found = layers.setdefault(entry.param, [])
         layer = outside if entry.layer is None else entry.layer
         if not found or found[-1] != layer:

@@ -34,7 +34,7 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.entry.param.shape
+        return self.entry.param.part_shape(self.part)
 
     @property
     def nbytes(self) -> int:
@@ -67,20 +67,13 @@ class Bucket:
             yield slot, flat[slot.offset : slot.offset + slot.nbytes].view(slot.dtype).view(slot.shape)
 
 
-def weights(spec: ModelSpec) -> Iterator[Entry]:
-    """Entries that exist as separate tensors: all but an output layer tied to the embedding."""
-    for entry in spec.entries():
-        if not (spec.tied_embeddings and entry.param.megatron == "output_layer.weight"):
-            yield entry
-
-
 def units(spec: ModelSpec) -> list[tuple[Entry, ...]]:
     """Entries grouped by the engine parameter they become, in the canonical order of each group's first member.
 
     Routed experts are one unit each: engines load them one by one into the stacked parameter.
     """
     groups: dict[tuple[str, int | None], list[Entry]] = {}
-    for entry in weights(spec):
+    for entry in spec.entries():
         groups.setdefault((entry.engine, entry.expert), []).append(entry)
     return [tuple(group) for group in groups.values()]
 
@@ -102,7 +95,9 @@ def cut(spec: ModelSpec, dtype: torch.dtype, bucket_mib: float) -> tuple[Bucket,
     buckets: list[Bucket] = []
     pending: list[Entry] = []
     for unit in units(spec):
-        size = sum(prod(entry.param.shape) * len(entry.hf) * wire_dtype(entry, dtype).itemsize for entry in unit)
+        size = sum(
+            prod(entry.param.part_shape(part)) * wire_dtype(entry, dtype).itemsize for entry in unit for part in range(len(entry.hf))
+        )
         if pending and used + size > limit:
             buckets.append(_lay_out(pending, dtype))
             pending, used = [], 0

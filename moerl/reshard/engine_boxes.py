@@ -14,6 +14,10 @@ Which ranks cut a weight among themselves depends on the module it belongs to:
     routed experts         blocks of experts over ep, each cut by tp / ep ranks; width padded on CPU
 
 Padding is zero from the engine's start on and is never sent.
+
+Engines that serve block-quantised fp8 hold every linear and expert weight as float8_e4m3fn, and beside it `…_scale_inv`: one float32 per
+block of a HF tensor's rows and columns, cut, fused and stacked as the weight is (`fp8_layout`). Norms, router, embedding and output
+layer stay as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +37,9 @@ CPU_WIDTH_MULTIPLE = 32
 DERIVED = {".kv_b_proj.weight": ("w_kc", "w_vc")}
 """End of an engine parameter's name -> what the engine derives from it, beside it in the same module."""
 
+SCALE = "_scale_inv"
+"""What the name of a quantised parameter's scales ends with, behind the parameter's own."""
+
 Cutting = Literal["attention", "embedding", "output", "mlp", "shared", "experts"]
 
 
@@ -49,7 +56,9 @@ class EngineTopology:
         replicated_shared: every rank holds the whole shared experts, as under all-to-all expert parallelism.
         replicated_dense: every rank holds the whole dense MLPs (`moe_dense_tp_size = 1`).
         cpu: engines on CPU, which pad gated widths.
-        dtype: of all parameters but those that are float32 everywhere.
+        dtype: of all parameters but those that are float32 everywhere, or quantised.
+        fp8_block: (rows, columns) that share a scale, where the engines serve a checkpoint with `weight_block_size`; None: not quantised.
+        fp8_power_of_two: scales are powers of two (`scale_fmt = "ue8m0"` in the checkpoint's configuration).
     """
 
     count: int = 1
@@ -61,6 +70,8 @@ class EngineTopology:
     replicated_dense: bool = False
     cpu: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    fp8_block: tuple[int, int] | None = None
+    fp8_power_of_two: bool = False
 
     @property
     def world(self) -> int:
@@ -69,14 +80,14 @@ class EngineTopology:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of an engine rank: shape and dtype ("bfloat16", "float32")."""
+    """One parameter of an engine rank: shape and dtype ("bfloat16", "float32", "float8_e4m3fn")."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 @dataclass(frozen=True)
-class _Slice:
+class EngineSlice:
     """What one engine rank holds of a kind: experts × rows × columns, of which the padding holds no element of the HF tensor."""
 
     experts: tuple[int, int]
@@ -86,7 +97,14 @@ class _Slice:
 
 def dtype_of(param: Param, topology: EngineTopology) -> str:
     """The dtype in which the engine holds a weight, and in which it travels."""
-    return "float32" if param.fp32 else topology.dtype
+    if param.fp32:
+        return "float32"
+    return "float8_e4m3fn" if topology.fp8_block and is_linear(param) else topology.dtype
+
+
+def is_linear(param: Param) -> bool:
+    """Whether it is the weight of a linear layer or of experts, which are what SGLang quantises; routers' gates are not."""
+    return len(param.shape) == 2 and not param.is_vocabulary and not param.fp32 and not param.engine.endswith("gate.weight")
 
 
 def padded_vocabulary(size: int, ranks: int) -> int:
@@ -113,17 +131,19 @@ def check_topology(spec: ModelSpec, kinds: Sequence[Kind], topology: EngineTopol
         heads = spec.hf_config["num_attention_heads"]
         if heads % (t.tp // t.attention_dp):
             wrong.append(f"{heads} attention heads cannot be cut into tp / attention_dp = {t.tp // t.attention_dp} parts")
-        wrong += [problem for kind in kinds if (problem := _problem(kind, topology))]
+        wrong += [problem for kind in kinds if (problem := slice_problem(kind, topology))]
+    if t.cpu and t.fp8_block:
+        wrong.append("engines on CPU repack fp8 weights for their kernels, in a layout that is not known here; serve bfloat16 there")
     if wrong:
         raise ReshardError("the engines' topology does not fit the model:\n" + "\n".join(f"  - {line}" for line in wrong))
 
 
 def engine_shares(kinds: Sequence[Kind], topology: EngineTopology) -> list[Shares]:
     """For each kind, where it must go within one engine; ranks count from the engine's first, padding belongs to no box."""
-    slices = [[_slice(kind, topology, rank) for rank in range(topology.tp)] for kind in kinds]
+    slices = [[engine_slice(kind, topology, rank) for rank in range(topology.tp)] for kind in kinds]
     heights, found = _heights(kinds, slices), []
     for kind, parts, first in zip(kinds, slices, _stack(kinds, slices), strict=True):
-        groups: dict[_Slice, list[int]] = {}
+        groups: dict[EngineSlice, list[int]] = {}
         for rank, part in enumerate(parts):
             groups.setdefault(part, []).append(rank)
         width = _length(parts[0].cols)
@@ -136,7 +156,7 @@ def engine_shares(kinds: Sequence[Kind], topology: EngineTopology) -> list[Share
 
 def engine_parameters(kinds: Sequence[Kind], topology: EngineTopology) -> list[dict[str, Parameter]]:
     """Every parameter that weights are sent into, for each rank of an engine, padding included."""
-    slices = [[_slice(kind, topology, rank) for rank in range(topology.tp)] for kind in kinds]
+    slices = [[engine_slice(kind, topology, rank) for rank in range(topology.tp)] for kind in kinds]
     heights = _heights(kinds, slices)
     ranks: list[dict[str, Parameter]] = []
     for rank in range(topology.tp):
@@ -184,10 +204,11 @@ def check_engine(expected: Sequence[Mapping[str, Parameter]], reported: Sequence
 def commit_unit(kind: Kind, kinds: Sequence[Kind]) -> str:
     """The engine parameter (with `{layer}`) that may be used only when all of it has arrived; empty for a plain parameter.
 
-    That holds where several weights are fused into one, and where the engine derives other tensors from it.
+    That holds where several weights are fused into one, where a weight comes with scales, and where the engine derives other tensors
+    from it.
     """
-    name = kind.param.engine
-    fused = len({other.param for other in kinds if other.param.engine == name}) > 1
+    name = kind.param.engine.removesuffix(SCALE)
+    fused = len({other.param for other in kinds if other.param.engine.removesuffix(SCALE) == name}) > 1
     return name if fused or any(name.endswith(end) for end in DERIVED) else ""
 
 
@@ -227,6 +248,11 @@ def _padded(kind: Kind, topology: EngineTopology) -> int:
     return size
 
 
+def engine_slices(kind: Kind, topology: EngineTopology) -> int:
+    """Into how many different slices engines cut a kind."""
+    return _pieces(kind, topology)[0]
+
+
 def _pieces(kind: Kind, topology: EngineTopology) -> tuple[int, int]:
     """(different slices, ranks in a row that hold the same one): key-value heads are repeated where there are fewer than ranks."""
     cuts = _cuts(kind.param, topology)
@@ -234,7 +260,8 @@ def _pieces(kind: Kind, topology: EngineTopology) -> tuple[int, int]:
     return (cuts, 1) if heads >= cuts else (heads, cuts // heads)
 
 
-def _problem(kind: Kind, topology: EngineTopology) -> str | None:
+def slice_problem(kind: Kind, topology: EngineTopology) -> str | None:
+    """Why engines cannot cut a kind that way, as a sentence; None if they can."""
     cuts, (slices, repeats) = _cuts(kind.param, topology), _pieces(kind, topology)
     size = _padded(kind, topology)
     if kind.param.head_rows:
@@ -246,7 +273,7 @@ def _problem(kind: Kind, topology: EngineTopology) -> str | None:
     return None
 
 
-def _slice(kind: Kind, topology: EngineTopology, rank: int) -> _Slice:
+def engine_slice(kind: Kind, topology: EngineTopology, rank: int) -> EngineSlice:
     """What engine rank `rank` holds; padding counts, so the end may lie beyond the HF tensor."""
     experts = (0, 1)
     if kind.param.expert:
@@ -256,10 +283,10 @@ def _slice(kind: Kind, topology: EngineTopology, rank: int) -> _Slice:
     size = _padded(kind, topology) // slices
     index = rank % _cuts(kind.param, topology) // repeats
     window = (index * size, (index + 1) * size)
-    return _Slice(experts, (0, kind.rows), window) if kind.param.tp_axis == 1 else _Slice(experts, window, (0, kind.cols))
+    return EngineSlice(experts, (0, kind.rows), window) if kind.param.tp_axis == 1 else EngineSlice(experts, window, (0, kind.cols))
 
 
-def _heights(kinds: Sequence[Kind], slices: Sequence[Sequence[_Slice]]) -> dict[str, int]:
+def _heights(kinds: Sequence[Kind], slices: Sequence[Sequence[EngineSlice]]) -> dict[str, int]:
     """Rows of each engine parameter (of one expert where experts are stacked); the same on all ranks."""
     heights: dict[str, int] = {}
     for kind, parts in zip(kinds, slices, strict=True):
@@ -267,7 +294,7 @@ def _heights(kinds: Sequence[Kind], slices: Sequence[Sequence[_Slice]]) -> dict[
     return heights
 
 
-def _stack(kinds: Sequence[Kind], slices: Sequence[Sequence[_Slice]]) -> list[int]:
+def _stack(kinds: Sequence[Kind], slices: Sequence[Sequence[EngineSlice]]) -> list[int]:
     """First row of each kind in the engine parameter that it becomes part of."""
     ends: dict[str, int] = {}
     first = []

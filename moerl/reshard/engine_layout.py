@@ -3,10 +3,10 @@
     HF tensor --pieces--> bytes of the engine's parameters, rank by rank --LayoutChecksums--> {parameter: hash} per rank
                                                         what the engine reports --compare--> differences
 
-Sharding follows SGLang's tensor parallelism: column-parallel weights along dim 0, row-parallel ones along dim 1, gate before
-up, experts stacked, the compressed MLA projections whole on every rank, the vocabulary padded and cut by rows. The absorbed
-MLA matrices (`w_kc`, `w_vc`), which the engine derives from `kv_b_proj`, are covered too: a stale one changes logprobs while
-all parameters look right.
+Sharding follows SGLang's tensor parallelism (`engine_boxes`): column-parallel weights along dim 0, row-parallel ones along dim 1,
+gate before up, q before k before v and each cut by heads, experts stacked, the compressed MLA projections whole on every rank, the
+vocabulary padded and cut by rows. The absorbed MLA matrices (`w_kc`, `w_vc`), which the engine derives from `kv_b_proj`, are covered
+too: a stale one changes logprobs while all parameters look right.
 
 A hash is the first 8 bytes (big-endian, as 16 hex digits) of SHA-256 over the parameter's contiguous bytes. Hashes are fed
 piece by piece in the order of the bytes, so nothing larger than one HF tensor is held.
@@ -19,14 +19,9 @@ import torch
 
 from moerl.errors import ReshardError
 from moerl.models import ModelSpec
+from moerl.reshard.boxes import Kind, kinds
 from moerl.reshard.bucket import Slot
-from moerl.reshard.gather import is_vocabulary
-
-VOCABULARY_MULTIPLE = 64
-"""SGLang pads the vocabulary to a multiple of this, and further until the engine's ranks can cut it evenly."""
-
-CPU_WIDTH_MULTIPLE = 32
-"""On CPU, SGLang pads the widths of gated MLPs to a multiple of this per rank."""
+from moerl.reshard.engine_boxes import CPU_WIDTH_MULTIPLE, EngineSlice, EngineTopology, check_topology, engine_slice, slice_problem
 
 _BUFFERS = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq", "freqs_cis")
 """Parts of names of engine buffers that follow from the configuration alone."""
@@ -40,19 +35,12 @@ def pieces(spec: ModelSpec, slot: Slot, tensor: torch.Tensor, tp: int) -> Iterat
     Raises:
         ReshardError: the engine's `tp` does not divide the weight.
     """
-    entry, axis = slot.entry, slot.entry.param.tp_axis
+    entry, topology = slot.entry, EngineTopology(tp=tp)
+    kind = Kind(entry.param, slot.part, (), experts=1)
+    if problem := slice_problem(kind, topology):
+        raise ReshardError(f"{slot.name} {tuple(tensor.shape)} does not fit the engine: {problem}; choose another engine.tp")
     for rank in range(tp):
-        if axis is None or entry.param.engine_replicated or (tp == 1 and not is_vocabulary(entry)):
-            shard = tensor
-        elif is_vocabulary(entry):
-            shard = _vocabulary_shard(tensor, rank, tp)
-        else:
-            if tensor.shape[axis] % tp:
-                raise ReshardError(
-                    f"{slot.name} {tuple(tensor.shape)} cannot be cut into {tp} equal parts along axis {axis}; choose another engine.tp"
-                )
-            width = tensor.shape[axis] // tp
-            shard = tensor.narrow(axis, rank * width, width)
+        shard = _cut_out(tensor, engine_slice(kind, topology, rank))
         yield rank, entry.engine, shard
         if entry.engine.endswith(".kv_b_proj.weight"):
             attention = entry.engine.removesuffix("kv_b_proj.weight")
@@ -60,18 +48,11 @@ def pieces(spec: ModelSpec, slot: Slot, tensor: torch.Tensor, tp: int) -> Iterat
                 yield rank, attention + name, absorbed
 
 
-def _vocabulary_shard(tensor: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
-    rows = padded_vocabulary(tensor.shape[0], tp) // tp
-    real = tensor[rank * rows : (rank + 1) * rows]
-    return torch.cat((real, real.new_zeros(rows - real.shape[0], tensor.shape[1])))
-
-
-def padded_vocabulary(size: int, tp: int) -> int:
-    """Rows of the engine's embedding, over all its ranks."""
-    multiple = VOCABULARY_MULTIPLE
-    if -(-size // multiple) * multiple % tp:
-        multiple *= tp
-    return -(-size // multiple) * multiple
+def _cut_out(tensor: torch.Tensor, held: EngineSlice) -> torch.Tensor:
+    """What an engine rank holds of a whole tensor, with rows of zeros where its slice ends beyond it."""
+    real = tensor[slice(*held.rows)] if tensor.dim() == 1 else tensor[slice(*held.rows), slice(*held.cols)]
+    missing = held.rows[1] - held.rows[0] - real.shape[0]
+    return torch.cat((real, real.new_zeros(missing, *real.shape[1:]))) if missing else real
 
 
 def _absorbed(spec: ModelSpec, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,20 +63,20 @@ def _absorbed(spec: ModelSpec, shard: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def check_layout(spec: ModelSpec, tp: int, *, cpu: bool) -> None:
-    """Refuse models whose weights an engine would pad: their layout is not the plain cut described here.
+    """Refuse models that an engine of `tp` ranks cannot cut, or whose weights it would pad: its layout is not the plain cut then.
 
     Raises:
-        ReshardError: listing the widths.
+        ReshardError: listing the sizes.
     """
-    multiple = CPU_WIDTH_MULTIPLE * tp
-    widths = {
-        param.engine.replace("{layer}", "*"): param.shape[0] for param in spec.params if len(param.hf) > 1 and param.shape[0] % multiple
-    }
+    found, multiple = kinds(spec), CPU_WIDTH_MULTIPLE * tp
+    gated = {kind.param for kind in found if kind.hf.endswith(".gate_proj.weight")}
+    widths = {param.engine.replace("{layer}", "*"): param.shape[0] for param in gated if param.shape[0] % multiple}
     if cpu and widths:
         raise ReshardError(
             f"engines on CPU with engine.tp = {tp} pad gated MLPs to a multiple of {multiple}; choose a model with such widths, or a "
-            "smaller engine.tp:\n" + "\n".join(f"  - {name} has width {width}" for name, width in widths.items())
+            "smaller engine.tp:\n" + "\n".join(f"  - {name} has width {width}" for name, width in sorted(widths.items()))
         )
+    check_topology(spec, found, EngineTopology(tp=tp, cpu=cpu))
 
 
 class LayoutChecksums:

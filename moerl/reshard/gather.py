@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from moerl.errors import ReshardError
 from moerl.models import Entry, ModelSpec
-from moerl.models.shard import Shard
-from moerl.reshard.bucket import Bucket, cut, weights
+from moerl.models.shard import Shard, cut_units, shard_shape, windows
+from moerl.reshard.bucket import Bucket, cut
+from moerl.reshard.crew import group_device, rank_and_world
 from moerl.reshard.deadline import Deadline
 
 _ALIGN = 16
@@ -56,18 +57,6 @@ class _Piece:
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
-
-
-def rank_and_world() -> tuple[int, int]:
-    """This process's rank in the default group and the group's size; (0, 1) without one."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def group_device() -> torch.device:
-    """Where tensors of the default group's collectives must live."""
-    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def signatures(shards: Sequence[Shard]) -> list[Signature]:
@@ -104,7 +93,7 @@ def _choose(everyone: list[list[Signature]], spec: ModelSpec) -> tuple[dict[str,
     known = {entry.megatron for entry in spec.entries()}
     problems = [f"{name}: surplus, this model has no such weight" for name in found if name not in known]
     sources = {}
-    for entry in weights(spec):
+    for entry in spec.entries():
         slices = found[entry.megatron]
         if problem := _slice_problem(entry, slices):
             problems.append(f"{entry.megatron}: {problem}")
@@ -123,34 +112,16 @@ def _slice_problem(entry: Entry, slices: Mapping[tuple[int, int], Source]) -> st
     indices = sorted(index for index, _ in slices)
     if indices != list(range(parts)):
         return f"slices {indices} of {parts} are there, expected 0..{parts - 1}"
-    axis = entry.param.tp_axis
-    if axis is None:
-        if parts > 1:
-            return f"cut into {parts} slices, but it has no axis to cut along"
-        axis = 0
-    shapes = {source.shape for source in slices.values()}
-    if len(shapes) > 1 or not _fits(entry, next(iter(shapes)), parts, axis):
-        wanted = list(entry.param.shape)
-        wanted[0] *= len(entry.hf)
-        return f"{parts} slices of shapes {sorted(shapes)} along axis {axis} do not make up {tuple(wanted)}"
+    param = entry.param
+    if param.tp_axis is None and parts > 1:
+        return f"cut into {parts} slices, but it has no axis to cut along"
+    if cut_units(param) % parts and not param.is_vocabulary:
+        return f"cut into {parts} slices, which do not divide its {cut_units(param)} {'key-value heads' if param.head_rows else 'elements'}"
+    shapes = [slices[index, parts].shape for index in range(parts)]
+    if shapes != [shard_shape(param, index, parts) for index in range(parts)]:
+        found = ", ".join(str(shape) for shape in dict.fromkeys(shapes))
+        return f"{parts} slices of shapes {found} along axis {param.tp_axis or 0} do not make up {shard_shape(param, 0, 1)}"
     return None
-
-
-def _fits(entry: Entry, shape: tuple[int, ...], parts: int, axis: int) -> bool:
-    whole = list(shape)
-    if len(shape) != len(entry.param.shape) or whole[0] % len(entry.hf):
-        return False
-    whole[0] //= len(entry.hf)
-    whole[axis] *= parts
-    if is_vocabulary(entry):
-        # Megatron pads the vocabulary to a multiple that its tensor parallelism can cut.
-        return whole[0] >= entry.param.shape[0] and tuple(whole[1:]) == entry.param.shape[1:]
-    return tuple(whole) == entry.param.shape
-
-
-def is_vocabulary(entry: Entry) -> bool:
-    """Whether it has one row per token: the embedding and the output layer, which both sides pad."""
-    return entry.param.layers == "once" and len(entry.param.shape) == 2
 
 
 def gather_bucket(
@@ -241,14 +212,9 @@ def _pack(manifest: list[_Piece], shards: Mapping[str, Shard], device: torch.dev
 
 def _place(piece: _Piece, tensor: torch.Tensor, views: Mapping[str, list[torch.Tensor]]) -> None:
     """Write one slice into the whole tensors it belongs to: [gate slice; up slice] goes to two of them."""
-    axis = piece.entry.param.tp_axis or 0
     targets = views[piece.entry.megatron]
-    for target, part in zip(targets, tensor.chunk(len(targets), dim=0), strict=True):
-        start = piece.index * part.shape[axis]
-        width = min(part.shape[axis], max(0, target.shape[axis] - start))
-        if width:
-            # Narrower than the slice only where padding of the vocabulary is cut off.
-            target.narrow(axis, start, width).copy_(part.narrow(axis, 0, width))
+    for window in windows(piece.entry.param, piece.index, piece.parts):
+        targets[window.part][window.in_hf].copy_(tensor[window.in_shard])
 
 
 def _wait(works: Sequence[dist.Work], names: Sequence[str], deadline: Deadline) -> None:

@@ -57,10 +57,27 @@ def open_store(host: str, world_size: int, deadline: Deadline) -> TCPStore:
             world_size,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=deadline.left("a port for the rendezvous")),
+            timeout=timeout(deadline),
         )
     except RuntimeError as error:
         raise ReshardError(f"{deadline.what}: cannot host the rendezvous on {host}: {error}") from error
+
+
+def reach_store(host: str, port: int, world_size: int, deadline: Deadline) -> TCPStore:
+    """The rendezvous that another process hosts.
+
+    Raises:
+        ReshardError: it cannot be reached.
+    """
+    try:
+        return TCPStore(host, port, world_size, False, timeout=timeout(deadline))
+    except RuntimeError as error:
+        raise ReshardError(f"{deadline.what}: cannot reach the rendezvous at {host}:{port}: {error}") from error
+
+
+def timeout(deadline: Deadline) -> timedelta:
+    """What is left of a deadline."""
+    return timedelta(seconds=deadline.left("members of the weight-sync group"))
 
 
 def unique_name() -> str:
@@ -90,11 +107,11 @@ def join(
     """
     found: list[dist.Backend] = []
     failures: list[BaseException] = []
-    timeout = timedelta(seconds=deadline.left("members of the weight-sync group"))
+    limit = timeout(deadline)
 
     def meet() -> None:
         try:
-            found.append(_make(PrefixStore(name, store), name, backend, rank, world_size, timeout))
+            found.append(_make(PrefixStore(name, store), name, backend, rank, world_size, limit))
         except RuntimeError as error:
             failures.append(error)
 
@@ -107,20 +124,20 @@ def join(
             interrupt()
         return not thread.is_alive()
 
-    deadline.poll(joined, f"{world_size - 1} engine ranks to join the weight-sync group at port {store.port}")
+    deadline.poll(joined, f"{world_size - 1} others to join the weight-sync group at port {store.port}")
     if failures:
         raise ReshardError(f"{deadline.what}: joining the weight-sync group of {world_size} failed: {failures[0]}") from failures[0]
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     return SyncGroup(name, device, found[0], store)
 
 
-def _make(store: PrefixStore, name: str, backend: str, rank: int, world_size: int, timeout: timedelta) -> dist.Backend:
+def _make(store: PrefixStore, name: str, backend: str, rank: int, world_size: int, limit: timedelta) -> dist.Backend:
     # The two inner prefixes are those that torch puts around a group's name and device.
     store = PrefixStore(f"{_DEVICES[backend]}/", PrefixStore(f"{name}/", store))
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        return dist.ProcessGroupGloo(store, rank, world_size, limit)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 

@@ -19,6 +19,9 @@ class Replies(Protocol):
             EngineError: naming the first engine that refused, died, or did not answer in time.
         """
 
+    def failures(self, deadline: Deadline) -> list[str]:
+        """Why engines failed, each in its own words, once all have answered or the deadline has passed; empty where none did."""
+
 
 class EngineLink(Protocol):
     """All engines, seen from trainer rank 0.
@@ -40,9 +43,9 @@ class EngineLink(Protocol):
     def start(self, method: str, arguments: Sequence[Mapping[str, Any]]) -> Replies:
         """Begin a call on every engine; `arguments[i]` goes to engine i.
 
-        Methods are those of the engine client: init_group(host, port, rank_offset, world_size, name, backend),
-        destroy_group(name), pause(mode), resume(), begin_update(), end_update(), receive_bucket(names, dtypes, shapes, group,
-        version, flush), flush_cache(), checksums(), set_version(version), version().
+        Methods are those of the engine client: pause(mode), resume(), begin_update(), end_update(), version(), checksums(),
+        order(order, load_format, timeout_s); and of the compatible way: init_group(host, port, rank_offset, world_size, name, backend),
+        destroy_group(name), receive_bucket(names, dtypes, shapes, group, version, flush).
         """
 
     def fence(self) -> None:

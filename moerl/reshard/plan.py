@@ -8,7 +8,8 @@ Every rank derives the same plan from the same three descriptions, without commu
 long as the topologies do.
 
 A *block* is a box (experts × rows × columns) of the tensors of one kind in one layer. It lies in its bucket without gaps: expert by
-expert, row by row, in the dtype of the engine. A *bucket* is what one rank sends another in one message. Invariants:
+expert, row by row, in the dtype of the engine. Where engines serve fp8, a weight and its scales are two kinds, and the sender quantises
+(`fp8.sources`). A *bucket* is what one rank sends another in one message. Invariants:
 
 - each element of each engine parameter, padding excepted, is in exactly one block;
 - a bucket has at most `bucket_bytes` bytes, and wider dtypes come first in the buckets of a pair, so that all elements are aligned;
@@ -28,10 +29,11 @@ from moerl.models.spec import ModelSpec
 from moerl.reshard.balance import Demand, choose_senders, lower_bound, totals
 from moerl.reshard.boxes import Kind, Shares, elements, intersect, kinds, pieces
 from moerl.reshard.engine_boxes import EngineTopology, check_topology, commit_unit, dtype_of, engine_shares
+from moerl.reshard.fp8_layout import check_blocks, wire_kinds
 from moerl.reshard.summary import Summary, summarise
 from moerl.reshard.trainer_layout import TrainerTopology, check_trainer, stages_of, trainer_shares
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
+ITEMSIZE = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 BLOCK = np.dtype(
     [
@@ -91,7 +93,7 @@ class Copy(NamedTuple):
     at: int
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     """See the module. The two tables are arrays of `BLOCK` and `BUCKET`, as bytes; buckets are in order of their steps.
 
     Attributes:
@@ -99,6 +101,7 @@ class Plan(msgspec.Struct, frozen=True):
         nodes: number of the machine of each rank in that group.
         minimum_bytes: of all engine parameters, padding excepted.
         sender_bound_bytes: no choice of senders has a smaller highest load.
+        fp8_block, fp8_power_of_two: as in `EngineTopology`; what senders need to quantise.
     """
 
     senders: int
@@ -110,6 +113,8 @@ class Plan(msgspec.Struct, frozen=True):
     kinds: tuple[PlannedKind, ...]
     block_table: bytes
     bucket_table: bytes
+    fp8_block: tuple[int, int] | None = None
+    fp8_power_of_two: bool = False
 
     def __repr__(self) -> str:
         return f"Plan({self.senders} → {self.receivers} ranks, {len(self.buckets)} buckets of {len(self.blocks)} blocks)"
@@ -220,9 +225,10 @@ def make_plan(
     Raises:
         ReshardError: a topology does not fit the model, or a bucket cannot hold a single row.
     """
-    every = kinds(spec)
     check_trainer(spec, trainer)
-    check_topology(spec, every, engine)
+    check_topology(spec, kinds(spec), engine)
+    every = wire_kinds(spec, engine)
+    check_blocks(every, trainer, engine)
     sources, targets = [trainer_shares(kind, trainer) for kind in every], engine_shares(every, engine)
     itemsizes = np.array([ITEMSIZE[dtype_of(kind.param, engine)] for kind in every], dtype=np.int64)
     _check_bucket(every, itemsizes, bucket_bytes)
@@ -263,6 +269,8 @@ def make_plan(
         ),
         block_table=blocks.tobytes(),
         bucket_table=buckets[np.lexsort((buckets["sender"], buckets["step"]))].tobytes(),
+        fp8_block=engine.fp8_block,
+        fp8_power_of_two=engine.fp8_power_of_two,
     )
 
 
@@ -325,9 +333,10 @@ def _limit(table: Table, itemsizes: np.ndarray, limit: int) -> Table:
 
 def _sort_key(table: Table, itemsizes: np.ndarray, layers: int, receivers: int) -> np.ndarray:
     """int64[n] that sorts by pair, then wide elements before narrow ones, then layer, then kind."""
-    narrow = (itemsizes < itemsizes.max())[table["kind"]]
+    widths = np.unique(itemsizes)
+    narrow = len(widths) - 1 - np.searchsorted(widths, itemsizes)[table["kind"]]
     pair = table["sender"].astype(np.int64) * receivers + table["receiver"]
-    return ((pair * 2 + narrow) * (layers + 2) + table["layer"] + 1) * len(itemsizes) + table["kind"]
+    return ((pair * len(widths) + narrow) * (layers + 2) + table["layer"] + 1) * len(itemsizes) + table["kind"]
 
 
 def _blocks(table: Table, sources: Sequence[Shares], targets: Sequence[Shares]) -> np.ndarray:

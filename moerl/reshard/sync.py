@@ -1,39 +1,63 @@
-"""The compatible way of weight sync: whole HF tensors, broadcast to every engine, which cuts out its own part.
+"""Weight sync: new weights reach all engines completely, or none of them serves anything.
 
-                      all trainer ranks                                 trainer rank 0
-    Shard --gather--> bucket on rank 0 --broadcast--> engines load it --> ... --> flush, checksums, version tag
+    prepare -> pause -> close -> open an update -> transfer -> end the update -> verify -> commit (version, caches, fence) -> resume
 
-It works with an unmodified engine and any pair of layouts, and is what faster ways are compared with.
+How bytes travel is the business of a *way*: `direct` (each engine rank receives its own bytes) or `compatible` (whole tensors, gathered
+and broadcast). A transfer that fails is repeated: directly, in a new group, then by the compatible way.
 
-Invariants: an engine is tagged with a version only after all buckets arrived, its prefix cache was dropped and (if asked for)
-every parameter's checksum on every rank equals the trainer's; engines are fenced from the first write to that tag; a
-failure raises the same ReshardError on every trainer rank, and every wait is bounded by one deadline. Call it while no
-request is running: requests in flight are aborted.
+Invariants: no request is served by weights that are partly of one version and partly of another: an engine is closed from before the
+first write until all engines hold the version, and refuses to go on by itself, whatever becomes of the trainer. A failure raises the
+same ReshardError on every trainer rank, and every wait is bounded by a deadline.
 """
 
-import json
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 
 from moerl.errors import EngineError, ReshardError, WaitTimeout
 from moerl.models import ModelSpec
 from moerl.models.shard import Shard
-from moerl.reshard import group as sync_group
-from moerl.reshard.bucket import Bucket, cut
+from moerl.reshard import crew, orders
+from moerl.reshard.compatible import Compatible
 from moerl.reshard.deadline import Deadline
-from moerl.reshard.engine_layout import LayoutChecksums, check_layout, combine, compare
-from moerl.reshard.gather import gather_bucket, group_device, plan_gather, rank_and_world, signatures
+from moerl.reshard.direct import Direct, Moved
+from moerl.reshard.engine_boxes import EngineTopology
 from moerl.reshard.link import EngineLink
 
-_CLEANUP_TIMEOUT_S = 10.0
-_FOLLOWER_GRACE_S = 30.0
-"""Other ranks wait this much longer than rank 0, so that its account of a failure still reaches them."""
+if TYPE_CHECKING:
+    from moerl.config.schema import Parallel, Sync
+
+logger = logging.getLogger(__name__)
+
+_CLEANUP_TIMEOUT_S = 5.0
+_MODES = {"drain": "abort", "abort": "abort", "in_place": "in_place", "retract": "retract"}
+"""As SGLang calls them; nothing is left to abort where the caller has waited for all requests."""
+
+
+class Way(Protocol):
+    """How bytes travel. All methods are collective over the trainer's ranks, and raise ReshardError on all of them."""
+
+    name: str
+
+    def prepare(self, shards: Sequence[Shard], deadline: Deadline) -> None:
+        """Plan and connect; touches no weight."""
+
+    def transfer(self, shards: Sequence[Shard], version: int, deadline: Deadline) -> Moved:
+        """Write all weights into all engines, which are paused and closed."""
+
+    def digest(self) -> str:
+        """Of everything that was sent last: equal for equal weights sent by the same way and plan, and for no others."""
+
+    def verify(self, deadline: Deadline) -> None:
+        """Compare what the engines hold with what was sent."""
+
+    def forget(self) -> None:
+        """Give up connections. Never raises for engines that are gone."""
 
 
 @dataclass(frozen=True)
@@ -41,33 +65,35 @@ class SyncReport:
     """What one weight sync did.
 
     Attributes:
-        nbytes: bytes of the whole model as sent (each engine rank receives all of them).
-        seconds: by phase: join, gather, transfer, commit, verify.
-        checksums_ok: None if not verified; a failed verification raises instead.
+        way: that it succeeded by.
+        attempts: ways that were tried, the last one included.
+        moved: bytes and buckets.
+        seconds: by phase: prepare, transfer, verify, commit.
+        verified: whether every engine parameter was read back.
         engine_versions: as every engine reports it afterwards.
-        checksum: one hash over all parameters of all ranks of an engine; empty if not verified.
+        digest: over all parameters of all engine ranks.
     """
 
     version: int
-    nbytes: int
-    buckets: int
+    way: str
+    attempts: int
+    moved: Moved
     seconds: dict[str, float]
-    checksums_ok: bool | None
+    verified: bool
     engine_versions: list[int]
-    checksum: str
+    digest: str
 
 
 @dataclass
 class _Progress:
-    """Where a push is, for its error message and its timings."""
+    """Where an attempt is, for its error message and its timings."""
 
     stage: str = "starting"
-    loaded: int = 0
-    fenced: bool = False
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("join", "gather", "transfer", "commit", "verify"), 0.0))
+    closed: bool = False
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prepare", "transfer", "verify", "commit"), 0.0))
 
     @contextmanager
-    def phase(self, name: str, stage: str):
+    def phase(self, name: str, stage: str) -> Iterator[None]:
         self.stage, start = stage, time.monotonic()
         yield
         self.seconds[name] += time.monotonic() - start
@@ -77,229 +103,125 @@ class WeightSync:
     """Pushes versions to the engines; one per trainer rank, made and used by all ranks together.
 
     Args:
-        dtype: the engines' dtype.
+        engine: how engines cut the model.
         link: the engines; on rank 0 only, None elsewhere.
     """
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, bucket_mib: float, verify: bool, timeout_s: float, link: EngineLink | None):
-        self._rank, self._world = rank_and_world()
-        if (link is not None) != (self._rank == 0):
-            raise ReshardError(f"rank 0, and only rank 0, drives the engines; rank {self._rank} was given link = {link!r}")
-        if link is not None:
-            check_layout(spec, link.tp, cpu=link.backend == "gloo")
-        self._spec, self._verify, self._timeout_s, self._link = spec, verify, timeout_s, link
-        self._buckets = cut(spec, dtype, bucket_mib)
-        self._signatures, self._plan = None, None
-        self._group, self._group_epoch = None, -1
+    def __init__(self, spec: ModelSpec, parallel: "Parallel", engine: EngineTopology, settings: "Sync", link: EngineLink | None):
+        rank, _ = crew.rank_and_world()
+        if (link is not None) != (rank == 0):
+            raise ReshardError(f"rank 0, and only rank 0, drives the engines; rank {rank} was given link = {link!r}")
+        self._settings, self._link = settings, link
+        self._ways: dict[str, Way] = {
+            "direct": Direct(spec, parallel, engine, settings, link),
+            "compatible": Compatible(spec, getattr(torch, engine.dtype), settings.bucket_mib, link),
+        }
+        self._pushes = 0
+        self._closed = False  # from the first write to an engine to the next commit
 
     def push(self, shards: Sequence[Shard], version: int) -> SyncReport:
         """Give every engine the weights in `shards`, as `version`. Collective over the trainer's ranks.
 
         Raises:
-            ReshardError: on every rank; says how far it came and which engines hold what.
+            ReshardError: on every rank; says how far each attempt came and what the engines hold.
         """
-        deadline = Deadline(f"weight sync of version {version}", self._timeout_s)
-        self._agree_on_plan(shards)
-        held = {shard.entry.megatron: shard for shard in shards}
-        if self._rank != 0:
-            return self._follow(held, deadline)
-        progress = _Progress()
-        try:
-            report = self._drive(held, version, deadline, progress)
-        except Exception as error:  # whatever it is, the other ranks must hear of it, or they wait for nothing
-            message = self._account(version, progress, error)
-            self._clean_up(progress)
-            self._announce({"error": message})
-            raise ReshardError(message) from error
-        self._announce({"report": asdict(report)})
-        return report
+        self._pushes += 1
+        failures, ladder = [], self._settings.ladder
+        for number, way in enumerate(ladder, 1):
+            progress = _Progress()
+            try:
+                report = self._attempt(self._ways[way], shards, version, progress)
+                return replace(report, attempts=number)
+            except ReshardError as error:
+                failures.append(f"{way}: weight sync of version {version} failed while {progress.stage}: {error}")
+                self._clean_up(progress)
+                if not self._can_repeat() or number == len(ladder):
+                    raise ReshardError("\n".join([*dict.fromkeys(failures), self._state()])) from error
+                logger.warning("%s; trying again (%s)", failures[-1], ladder[number])
+        raise ReshardError("no way of weight sync is left")  # a ladder is never empty
 
     def close(self) -> None:
-        """Leave the group shared with the engines, if there is one. Never raises for engines that are gone."""
-        if self._group is not None:
-            group, self._group = self._group, None
-            self._quietly("destroy_group", name=group.name)
-            sync_group.close(group)
+        """Leave the groups shared with the engines. Never raises for engines that are gone."""
+        for way in self._ways.values():
+            way.forget()
 
-    def _agree_on_plan(self, shards: Sequence[Shard]) -> None:
-        """Exchange metadata at first, and again if any rank's shards look different."""
-        mine = signatures(shards)
-        changed = mine != self._signatures
-        if self._world > 1:
-            flag = torch.tensor([int(changed)], device=group_device())
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            changed = bool(flag.item())
-        if changed:
-            self._plan = plan_gather(shards, self._spec)
-            self._signatures = mine
+    def _attempt(self, way: Way, shards: Sequence[Shard], version: int, progress: _Progress) -> SyncReport:
+        deadline = Deadline(f"weight sync of version {version}", self._settings.timeout_s)
+        with progress.phase("prepare", "joining the engines"):
+            way.prepare(shards, deadline)
+        with progress.phase("commit", "pausing the engines"):
+            crew.first(lambda: self._all("pause", deadline, mode=_MODES[self._settings.interrupt]), deadline)
+            progress.closed = self._closed = True
+            crew.first(lambda: self._open_update(deadline), deadline)
+        with progress.phase("transfer", "sending the weights"):
+            moved = way.transfer(shards, version, deadline)
+        with progress.phase("commit", "closing the update"):
+            crew.first(lambda: self._all("end_update", deadline), deadline)
+        verified = self._is_due()
+        if verified:
+            with progress.phase("verify", "verifying the engines' parameters"):
+                way.verify(deadline)
+        with progress.phase("commit", "committing the version"):
+            versions = crew.first(lambda: self._commit(version, deadline), deadline)
+            self._closed = False
+        return SyncReport(version, way.name, 1, moved, progress.seconds, verified, versions, way.digest())
 
-    def _drive(self, held: Mapping[str, Shard], version: int, deadline: Deadline, progress: _Progress) -> SyncReport:
-        device = group_device()
-        checksums = LayoutChecksums(self._spec, self._link.tp) if self._verify else None
-        with progress.phase("join", "joining the group shared with the engines"):
-            self._join(deadline)
-            self._all(deadline, "pause", mode="abort")
-        with progress.phase("commit", "opening the update"):
-            progress.fenced = True
-            self._link.fence()
-            self._all(deadline, "begin_update")
-        for number, bucket in enumerate(self._buckets, 1):
-            with progress.phase("gather", f"gathering bucket {number} of {len(self._buckets)}"):
-                self._announce(None)
-                flat = gather_bucket(self._plan, bucket, held, device, deadline)
-            with progress.phase("transfer", f"sending bucket {number} of {len(self._buckets)}"):
-                self._transfer(bucket, flat, version, checksums, deadline)
-            progress.loaded = number
-        with progress.phase("commit", "closing the update and flushing the prefix caches"):
-            self._all(deadline, "end_update")
-            self._all(deadline, "flush_cache")
-        checksum = ""
-        if checksums is not None:
-            with progress.phase("verify", "verifying checksums"):
-                checksum = self._check(checksums.finish(), deadline)
-        with progress.phase("commit", "tagging the version"):
-            versions = self._tag(version, deadline)
-        return SyncReport(
-            version,
-            sum(bucket.nbytes for bucket in self._buckets),
-            len(self._buckets),
-            progress.seconds,
-            True if self._verify else None,
-            versions,
-            checksum,
-        )
+    def _is_due(self) -> bool:
+        every = {"every": 1, "never": 0}.get(self._settings.verify, self._settings.verify)
+        return bool(every) and (self._pushes - 1) % every == 0
 
-    def _join(self, deadline: Deadline) -> None:
-        """Make the shared group, unless the one of an earlier push still holds all engines."""
-        link = self._link
-        if self._group is not None and self._group_epoch == link.epoch:
-            return
-        self.close()
-        world = 1 + len(link.names) * link.tp
-        store = sync_group.open_store(link.host, world, deadline)
-        name = sync_group.unique_name()
-        offers = [
-            {
-                "host": link.host,
-                "port": store.port,
-                "rank_offset": 1 + i * link.tp,
-                "world_size": world,
-                "name": name,
-                "backend": link.backend,
-            }
-            for i in range(len(link.names))
-        ]
-        replies = link.start("init_group", offers)
-        self._group = sync_group.join(store, name, link.backend, world, deadline, interrupt=replies.check)
-        self._group_epoch = link.epoch
-        replies.wait(deadline)
+    def _open_update(self, deadline: Deadline) -> None:
+        self._link.fence()
+        self._order(orders.Close(), deadline)
+        try:
+            self._all("begin_update", deadline)
+        except EngineError:
+            # A trainer that died in the middle has left its update open, in some engines at least.
+            self._quietly("end_update")
+            self._all("begin_update", deadline)
 
-    def _transfer(self, bucket: Bucket, flat: torch.Tensor, version: int, checksums: LayoutChecksums | None, deadline: Deadline) -> None:
-        replies = self._link.start(
-            "receive_bucket",
-            [
-                {
-                    "names": bucket.names,
-                    "dtypes": bucket.dtypes,
-                    "shapes": bucket.shapes,
-                    "group": self._group.name,
-                    "version": None,
-                    "flush": False,
-                }
-            ]
-            * len(self._link.names),
-        )
-        sync_group.broadcast(self._group, flat.to(self._group.device), deadline, interrupt=replies.check)
-        if checksums is not None:
-            # The engines are loading meanwhile.
-            for slot, view in bucket.views(flat):
-                checksums.add(slot, view)
-        replies.wait(deadline)
-
-    def _check(self, expected: list[dict[str, str]], deadline: Deadline) -> str:
-        """Compare every engine's checksums with the trainer's; return the combined hash."""
-        problems = [
-            f"{name}: {problem}"
-            for name, reported in zip(self._link.names, self._all(deadline, "checksums"), strict=True)
-            for problem in compare(expected, reported)
-        ]
-        if problems:
-            raise ReshardError(f"{len(problems)} parameters differ from what was sent:\n" + "\n".join(f"  - {p}" for p in problems))
-        return combine(expected)
-
-    def _tag(self, version: int, deadline: Deadline) -> list[int]:
-        self._all(deadline, "set_version", version=version)
-        versions = self._all(deadline, "version")
+    def _commit(self, version: int, deadline: Deadline) -> list[int]:
+        self._order(orders.Commit(version), deadline)
+        versions = self._all("version", deadline)
         if wrong := [f"{name} reports {found}" for name, found in zip(self._link.names, versions, strict=True) if found != version]:
             raise ReshardError(f"engines should report version {version}, but " + ", ".join(wrong))
-        self._all(deadline, "resume")
+        self._all("resume", deadline)
         self._link.publish(version)
         return versions
 
-    def _all(self, deadline: Deadline, method: str, **arguments) -> list:
+    def _order(self, order: orders.Order, deadline: Deadline) -> None:
+        self._all("order", deadline, order=orders.encode(order), load_format=orders.LOAD_FORMAT, timeout_s=deadline.left("the engines"))
+
+    def _all(self, method: str, deadline: Deadline, **arguments: object) -> list:
         return self._link.start(method, [arguments] * len(self._link.names)).wait(deadline)
 
-    def _account(self, version: int, progress: _Progress, error: Exception) -> str:
-        """What failed, how far it came, and what that means for the engines."""
-        engines = f"the engines ({', '.join(self._link.names)})"
-        head = f"weight sync of version {version} failed while {progress.stage}: {error}"
-        if not progress.fenced:
-            return f"{head}\nNothing was written: {engines} keep their previous weights, as far as they are alive."
-        missing = [slot.name for bucket in self._buckets[progress.loaded :] for slot in bucket.slots]
-        left = f"; not updated: {len(missing)} weights from {missing[0]} on" if missing else ""
-        return (
-            f"{head}\n{progress.loaded} of {len(self._buckets)} buckets were loaded{left}. Until a complete version arrives, {engines} "
-            "serve nothing: restart those that died, then push again."
-        )
-
     def _clean_up(self, progress: _Progress) -> None:
-        """After a failure: give up the group, close the engines' open sessions. Engines that are gone are no further error."""
-        if self._group is not None:
-            sync_group.close(self._group)
-            name, self._group = self._group.name, None
-            self._quietly("destroy_group", name=name)
-        self._quietly("end_update" if progress.fenced else "resume")
+        """After a failure: give up groups, end the engines' updates, or let them go on where nothing was written."""
+        for way in self._ways.values():
+            way.forget()
+        if self._link is not None and progress.closed:
+            self._quietly("end_update")
+        elif self._link is not None and not self._closed:
+            self._quietly("resume")
 
-    def _quietly(self, method: str, **arguments) -> None:
+    def _can_repeat(self) -> bool:
+        """Whether all engines still answer; one that is gone must be restarted first."""
+        deadline = Deadline("asking the engines whether they are there", _CLEANUP_TIMEOUT_S)
         try:
-            self._all(Deadline(f"cleaning up: {method}", _CLEANUP_TIMEOUT_S), method, **arguments)
+            crew.first(lambda: self._all("version", deadline), deadline)
+        except ReshardError:
+            return False
+        return True
+
+    def _quietly(self, method: str) -> None:
+        try:
+            self._all(method, Deadline(f"cleaning up: {method}", _CLEANUP_TIMEOUT_S))
         except (EngineError, WaitTimeout):
             # Best effort: the failure that led here is being reported already, and a dead engine cannot answer.
             return
 
-    def _follow(self, held: Mapping[str, Shard], deadline: Deadline) -> SyncReport:
-        """Ranks other than 0: send slices while rank 0 says so, then learn the outcome."""
-        deadline = Deadline(deadline.what, deadline.timeout_s + _FOLLOWER_GRACE_S, deadline.start)
-        device = group_device()
-        for bucket in (*self._buckets, None):
-            outcome = self._listen(deadline)
-            if outcome is not None:
-                if "error" in outcome:
-                    raise ReshardError(outcome["error"])
-                return SyncReport(**outcome["report"])
-            gather_bucket(self._plan, bucket, held, device, deadline)
-        raise ReshardError(f"{deadline.what}: rank 0 announced more than {len(self._buckets)} buckets")
-
-    def _announce(self, outcome: dict | None) -> None:
-        """Rank 0 to all: None = the next bucket follows; otherwise the end."""
-        if self._world > 1:
-            payload = b"" if outcome is None else json.dumps(outcome).encode()
-            dist.broadcast(torch.tensor([len(payload)], device=group_device()), 0)
-            if payload:
-                dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(group_device()), 0)
-
-    def _listen(self, deadline: Deadline) -> dict | None:
-        size = torch.zeros(1, dtype=torch.int64, device=group_device())
-        self._receive(size, deadline)
-        if not size.item():
-            return None
-        payload = torch.empty(int(size.item()), dtype=torch.uint8, device=group_device())
-        self._receive(payload, deadline)
-        return json.loads(payload.cpu().numpy().tobytes())
-
-    def _receive(self, tensor: torch.Tensor, deadline: Deadline) -> None:
-        try:
-            dist.broadcast(tensor, 0, async_op=True).wait(timedelta(seconds=deadline.left("rank 0")))
-        except RuntimeError as error:
-            deadline.left("rank 0")
-            raise ReshardError(f"{deadline.what}: waited for trainer rank 0, but the connection failed: {error}") from error
+    def _state(self) -> str:
+        """What a failure means for the engines."""
+        if not self._closed:
+            return "Nothing was written: the engines keep their previous weights, as far as they are alive."
+        return "The engines are closed until a complete version arrives: restart those that died, then push again."

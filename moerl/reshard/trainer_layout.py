@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moerl.errors import ReshardError
+from moerl.models.shard import cut_units, windows
 from moerl.models.spec import ModelSpec, Param
+from moerl.models.stages import pipeline_stages
 from moerl.reshard.boxes import Box, Kind, Shares, kinds, shares
 
 if TYPE_CHECKING:
@@ -58,17 +60,6 @@ def trainer_topology(parallel: "Parallel", world: int, *, transformer_engine: bo
     return TrainerTopology(world, **sizes, transformer_engine=transformer_engine, stages=stages)
 
 
-def pipeline_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Decoder layers of each (virtual) stage: evenly, and where that leaves some over, one more on middle stages first.
-
-    The first and the last stage also hold the embedding and the output layer.
-    """
-    counts = [layers // stages] * stages
-    for number in [*range(1, stages - 1), 0, stages - 1][: layers % stages]:
-        counts[number] += 1
-    return tuple(counts)
-
-
 def stages_of(spec: ModelSpec, topology: TrainerTopology) -> dict[int, int]:
     """Pipeline rank of every layer, and of what comes before (-1) and after (`spec.layers`) them."""
     counts = topology.stages or pipeline_stages(spec.layers, topology.pp * topology.vpp)
@@ -99,9 +90,7 @@ def check_trainer(spec: ModelSpec, topology: TrainerTopology) -> None:
     if t.stages and (len(t.stages) != t.pp * t.vpp or sum(t.stages) != spec.layers):
         wrong.append(f"stages {t.stages} are not pp * vpp = {t.pp * t.vpp} numbers that add up to {spec.layers} layers")
     for kind in kinds(spec):
-        parts = _parts(kind.param, topology)
-        size = kind.param.part_shape(kind.part)[kind.param.tp_axis or 0]
-        units = _groups(kind.param) if kind.param.head_rows else size
+        parts, units = trainer_parts(kind.param, topology), cut_units(kind.param)
         if not kind.is_vocabulary and units % parts:
             wrong.append(f"{kind.hf}: {units} {'key-value heads' if kind.param.head_rows else 'elements'} cannot be cut into {parts} parts")
     if wrong:
@@ -110,11 +99,12 @@ def check_trainer(spec: ModelSpec, topology: TrainerTopology) -> None:
 
 def trainer_shares(kind: Kind, topology: TrainerTopology) -> Shares:
     """Where one kind lies within a pipeline stage that has it; ranks count from the stage's first."""
-    parts = _parts(kind.param, topology)
+    parts = trainer_parts(kind.param, topology)
     row_stride = kind.cols // parts if kind.param.tp_axis == 1 else kind.cols
     held: list[tuple[Box, int, range]] = []
     for experts, index, ranks in _holders(kind, topology, parts):
-        held += [((experts, rows, cols), offset * row_stride, ranks) for rows, cols, offset in _windows(kind, index, parts)]
+        mine = (window for window in windows(kind.param, index, parts) if window.part == kind.part)
+        held += [((experts, window.rows, window.cols), window.at * row_stride, ranks) for window in mine]
     return shares(held, (0, row_stride))
 
 
@@ -170,39 +160,15 @@ def check_shards(expected: Mapping[str, tuple[int, ...]], held: Mapping[str, tup
 
 def _shard_shape(kind: Kind, topology: TrainerTopology, rows: int) -> tuple[int, ...]:
     """Shape of the parameter, of whose first HF part a rank holds `rows` rows."""
-    param, parts = kind.param, _parts(kind.param, topology)
+    param, parts = kind.param, trainer_parts(kind.param, topology)
     if param.tp_axis == 1:
         return (rows * len(param.hf), kind.cols // parts)
     total = rows * sum(param.part_shape(part)[0] for part in range(len(param.hf))) // kind.rows
     return (total, *param.shape[1:])
 
 
-def _parts(param: Param, topology: TrainerTopology) -> int:
+def trainer_parts(param: Param, topology: TrainerTopology) -> int:
     """Into how many slices Megatron cuts a weight."""
     if param.tp_axis is None or (topology.transformer_engine and param.engine_replicated):
         return 1
     return topology.etp if param.expert else topology.tp
-
-
-def _groups(param: Param) -> int:
-    """Key-value heads, per each of which Megatron interleaves q, k and v."""
-    return min(param.part_shape(part)[0] for part in range(len(param.hf))) // param.head_rows
-
-
-def _windows(kind: Kind, index: int, parts: int) -> list[tuple[tuple[int, int], tuple[int, int], int]]:
-    """(rows, columns, first row in the parameter) of what slice `index` of `parts` holds of this kind."""
-    param, rows, cols = kind.param, kind.rows, kind.cols
-    if param.head_rows:
-        return _grouped_windows(kind, index, parts)
-    if param.tp_axis == 1:
-        each = cols // parts
-        return [((0, rows), (index * each, (index + 1) * each), kind.part * rows)]
-    each = -(-rows // parts)  # the vocabulary is padded to a multiple; everything else divides evenly
-    return [((min(index * each, rows), min((index + 1) * each, rows)), (0, cols), kind.part * each)]
-
-
-def _grouped_windows(kind: Kind, index: int, parts: int) -> list[tuple[tuple[int, int], tuple[int, int], int]]:
-    groups = _groups(kind.param)
-    sizes = [kind.param.part_shape(part)[0] // groups for part in range(len(kind.param.hf))]
-    before, each, mine = sum(sizes[: kind.part]), sizes[kind.part], groups // parts
-    return [(((index * mine + n) * each, (index * mine + n + 1) * each), (0, kind.cols), n * sum(sizes) + before) for n in range(mine)]

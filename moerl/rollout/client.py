@@ -6,6 +6,7 @@ a request that changes the engine is sent once.
 """
 
 import asyncio
+import base64
 import json
 from collections.abc import Sequence
 from types import TracebackType
@@ -48,11 +49,8 @@ class EngineClient:
         if session is not None:
             await session.close()
 
-    async def generate(
-        self, prompt_tokens: Sequence[int], *, rid: str, max_new_tokens: int, temperature: float, routes: bool, routes_from: int = 0
-    ) -> dict[str, Any]:
-        """One completion; the raw reply with logprobs of the sampled tokens. Arguments as for `generate_many`."""
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "routes": routes, "routes_from": routes_from}
+    async def generate(self, prompt_tokens: Sequence[int], *, rid: str, **options: Any) -> dict[str, Any]:
+        """One completion; the raw reply with logprobs of the sampled tokens. Options as for `generate_many`."""
         return (await self.generate_many([prompt_tokens], rids=[rid], **options))[0]
 
     async def generate_many(
@@ -64,6 +62,7 @@ class EngineClient:
         temperature: float,
         routes: bool,
         routes_from: int = 0,
+        version: int | None = None,
     ) -> list[dict[str, Any]]:
         """One completion per prompt in one HTTP request; raw replies in the order of `prompts`.
 
@@ -72,6 +71,8 @@ class EngineClient:
             routes: return the rows of routes, of prompt and completion.
             routes_from: first row to return, of every prompt. Rows before it are known from an earlier turn, or from the request
                 that this one resumes; at most `len(prompt) - 1`, the row of the first sampled token.
+            version: of the weights that are meant to answer. Prefixes are shared only among requests of one version, so that none reads
+                what another version computed, whatever is left in the engine's cache.
         """
         body = {
             "rid": list(rids),
@@ -79,6 +80,7 @@ class EngineClient:
             "return_logprob": True,
             "return_routed_experts": routes,
             "routed_experts_start_len": routes_from,
+            "extra_key": None if version is None else f"version {version}",
             # All spelled out: the model folder's generation_config may hold defaults that would make logprobs and
             # sampling distribution disagree.
             "sampling_params": {
@@ -149,6 +151,12 @@ class EngineClient:
             "weight_version": None if version is None else str(version),
         }
         await self._command("/update_weights_from_distributed", body)
+
+    async def order(self, order: str, load_format: str, timeout_s: float) -> str:
+        """Hand an order to the plugin that answers to `load_format`; its answer."""
+        body = {"serialized_named_tensors": [base64.b64encode(order.encode()).decode()], "load_format": load_format, "flush_cache": False}
+        reply = await self._post("/update_weights_from_tensor", body, timeout_s)
+        return reply["message"]
 
     async def set_version(self, version: int) -> None:
         """Change only the version's name; running requests go on."""

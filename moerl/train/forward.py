@@ -151,6 +151,16 @@ def compute_logprobs(
     return [one["logprobs"] for one in found]
 
 
+def sum_over_context(values: torch.Tensor) -> torch.Tensor:
+    """Added up over the context-parallel ranks, which hold the pieces of the same sequences; not differentiated."""
+    from megatron.core import parallel_state
+
+    group, total = parallel_state.get_context_parallel_group(), values.detach().clone()
+    if group.size() > 1:
+        torch.distributed.all_reduce(total, group=group)
+    return total
+
+
 def _run(
     model: list[torch.nn.Module],
     local: Sequence[LocalMicrobatch],

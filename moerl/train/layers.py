@@ -1,10 +1,10 @@
-"""Layers for packed multi-latent attention: Transformer Engine's on CUDA, ours where it is missing (the CPU above all).
+"""Layers for packed attention, multi-latent or grouped-query: Transformer Engine's on CUDA, ours elsewhere (on the CPU above all).
 
 Our modules take the places that Megatron's layer specification leaves open; nothing is patched. They exist because the stock
 local ones reject packed sequences, context parallelism and MLA's head sizes (core attention), reject sequence parallelism
-(norms), or lose gradients of the rotary keys under tensor parallelism (the key-value down-projection).
+(norms), lose gradients of the rotary keys under tensor parallelism (the key-value down-projection), or rotate sequence by sequence.
 
-    cu_seqlens --pack--> Packing (once per microbatch) --> PackedMLA --> PackedAttention, in every layer
+    cu_seqlens --pack--> Packing (once per microbatch) --> PackedMLA or PackedGQA --> PackedAttention, in every layer
 
 A packed row order is what everything here agrees on; under context parallelism it is that of `routing.shard`.
 """
@@ -26,11 +26,12 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.errors import ConfigError
 from moerl.routing.shard import context_rows
@@ -137,9 +138,12 @@ def _blocks(
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal softmax attention within each packed sequence; keys and values are gathered over the context-parallel group."""
+    """Causal softmax attention within each packed sequence; keys and values are gathered over the context-parallel group.
 
-    def __init__(self, config: MLATransformerConfig, *, softmax_scale: float, pg_collection: Any, **_: Any):
+    Where there are fewer key-value heads than queries' heads, each serves as many of those in a row.
+    """
+
+    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None, pg_collection: Any, **_: Any):
         super().__init__()
         self.scale = softmax_scale
         self.cp_group = pg_collection.cp
@@ -155,7 +159,7 @@ class PackedAttention(torch.nn.Module):
         attn_mask_type: Any = None,
         attention_bias: None = None,
     ) -> torch.Tensor:
-        """[n_local, heads, d] each -> [n_local, heads, d of value]"""
+        """query [n_local, heads, d], key and value [n_local, key-value heads, d] -> [n_local, heads, d of value]"""
         if self.cp_group.size() > 1:
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.cp_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
@@ -173,6 +177,7 @@ class PackedAttention(torch.nn.Module):
             attn_mask=block.mask,
             is_causal=block.mask is None,
             scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return out.transpose(1, 2).flatten(0, 1)
 
@@ -180,7 +185,7 @@ class PackedAttention(torch.nn.Module):
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm whose weight gradient is summed over sequence-parallel ranks."""
 
-    def __init__(self, config: MLATransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight.sequence_parallel = config.sequence_parallel
 
@@ -254,8 +259,8 @@ class PackedMLA(MLASelfAttention):
         key_value = key_value.view(-1, heads, config.qk_head_dim + config.v_head_dim)
         plain_query, rope_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         plain_key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        query = torch.cat([plain_query, _rotate(rope_query, *rotary)], dim=-1)
-        rope_key = _rotate(rope_key.unsqueeze(1), *rotary).expand(-1, heads, -1)
+        query = torch.cat([plain_query, _rotate_pairs(rope_query, *rotary)], dim=-1)
+        rope_key = _rotate_pairs(rope_key.unsqueeze(1), *rotary).expand(-1, heads, -1)
         return query, torch.cat([plain_key, rope_key], dim=-1), value.contiguous()
 
     def _rotary_tables(self, packing: Packing, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,26 +268,77 @@ class PackedMLA(MLASelfAttention):
             angles, magnitude = self.rotary_pos_emb(packing.max_seqlen_q, packed_seq=True), 1.0
             if self.config.rope_type == "yarn":
                 angles, magnitude = angles
-            half = angles.shape[-1] // 2
-            angles = angles[:, :, 0, :half].index_select(0, packing.local_positions)
-            packing.rotary = ((angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype))
+            packing.rotary = _tables(angles, magnitude, packing, dtype)
         return packing.rotary
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (x[2i], x[2i + 1]); the result holds all first members, then all second ones."""
-    first, second = x[..., 0::2], x[..., 1::2]
+class PackedGQA(SelfAttention):
+    """Grouped-query attention on packed rows: the stock module, but all sequences are rotated at once, by position."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: Packing,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[n, 1, hidden] -> ([n, 1, hidden], bias or None)
+
+        Args:
+            rotary_pos_emb: float32[longest, 1, 1, d] angles by position, computed by the model.
+        """
+        if packed_seq_params.rotary is None:
+            packed_seq_params.rotary = _tables(rotary_pos_emb, 1.0, packed_seq_params, hidden_states.dtype)
+        # The base class hands a pair on as it is.
+        pair = packed_seq_params.rotary
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=pair, packed_seq_params=packed_seq_params, **rest)
+
+    def _adjust_key_value_for_inference(
+        self,
+        inference_context: None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary_pos_emb: tuple[torch.Tensor, torch.Tensor] | None,
+        *rest: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, Any, None]:
+        """Called between projection and rotation, where training has nothing to adjust: rotate, and leave nothing to rotate."""
+        if rotary_pos_emb is not None:
+            cos, sin = (table.unsqueeze(1) for table in rotary_pos_emb)
+            query, key = _rotate_halves(query, cos, sin), _rotate_halves(key, cos, sin)
+        return query, key, value, None, self.attn_mask_type, None
+
+
+def _tables(angles: torch.Tensor, magnitude: float, packing: Packing, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin), each [n_local, 1, d / 2], from angles [longest, 1, 1, d] whose second half repeats the first."""
+    angles = angles[:, :, 0, : angles.shape[-1] // 2].index_select(0, packing.local_positions)
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+
+
+def _rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate (x[2i], x[2i + 1]); the result holds all first members, then all second ones."""
+    return _rotate(x[..., 0::2], x[..., 1::2], cos, sin)
+
+
+def _rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate (x[i], x[d / 2 + i]), in place of both."""
+    return _rotate(*x.chunk(2, dim=-1), cos, sin)
+
+
+def _rotate(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def block_spec(config: MLATransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's layer specification of this pipeline stage, with our modules where Transformer Engine is not used.
 
     Raises:
         ConfigError: settings that the chosen layers cannot honour.
     """
     engine = config.transformer_impl == "transformer_engine"
-    if engine and config.q_lora_rank is None:
+    if engine and config.multi_latent_attention and config.q_lora_rank is None:
         raise ConfigError("Transformer Engine layers add a query norm where q_lora_rank is absent; set megatron.transformer_impl = 'local'")
     # By default this class asks for Transformer Engine's fp8 state, even without fp8; Megatron's layers leave it at the default.
     normed_again = config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules
@@ -299,18 +355,14 @@ def has_transformer_engine() -> bool:
     return HAVE_TE
 
 
-def _local_layer(spec: ModuleSpec, config: MLATransformerConfig) -> ModuleSpec:
+def _local_layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     layer, attention = spec.submodules, spec.submodules.self_attention
-    attention = ModuleSpec(
-        module=PackedMLA,
-        params=attention.params,
-        submodules=replace(
-            attention.submodules,
-            core_attention=PackedAttention,
-            q_layernorm=RMSNorm if config.q_lora_rank else IdentityOp,
-            kv_layernorm=RMSNorm,
-        ),
-    )
+    if config.multi_latent_attention:
+        module, norms = PackedMLA, {"q_layernorm": RMSNorm if config.q_lora_rank else IdentityOp, "kv_layernorm": RMSNorm}
+    else:
+        module, norms = PackedGQA, {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm}
+    submodules = replace(attention.submodules, core_attention=PackedAttention, **norms)
+    attention = ModuleSpec(module=module, params=attention.params, submodules=submodules)
     return ModuleSpec(
         module=spec.module,
         params=spec.params,

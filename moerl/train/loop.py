@@ -1,9 +1,10 @@
-"""The main loop: sample, score, pack, train with replay, push the weights, log.
+"""The main loop: take sampled and scored groups, pack, train with replay, push the weights, log.
 
     engines --groups--> rank 0 --microbatches--> all ranks: train_step under replay --shards--> engines (next version)
 
-Runs on every trainer rank; rank 0 also drives the engines. A step's groups are sampled by the weights of version `step`,
-and training on them makes version `step + 1`, which every engine holds, verified, before the next step samples.
+Runs on every trainer rank; rank 0 also drives the engines, which go on generating meanwhile. Step `s` trains the weights of version `s`
+on groups of which no token is more than `buffer.max_lag` versions older, and makes version `s + 1`, which every engine then holds.
+With `max_lag = 0` a step's groups are sampled by the very weights that it trains, and engines and trainer take turns.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def train(config: Config, spec: ModelSpec, options: Options) -> None:
         while run.progress.step < config.train.steps:
             step = run.progress.step
             with run.phase("rollout"):
-                groups = on_engines(run, lambda source: source.groups(run.progress))
+                groups, figures = on_engines(run, lambda source: source.groups(run.progress)) or (None, {})
             with run.phase("pack"):
                 parts, fates = share(run, groups)
             metrics = train_step(run.trainer, parts, step, run.phase)
@@ -46,7 +47,7 @@ def train(config: Config, spec: ModelSpec, options: Options) -> None:
                 metrics |= push(run)
             with run.phase("checkpoint"):
                 save(run)
-            run.log(step, {**rollout_metrics(groups or []), **fates, **metrics, **evaluate(run)})
+            run.log(step, {**rollout_metrics(groups or []), **figures, **fates, **metrics, **evaluate(run)})
         run.finish()
 
 
@@ -97,6 +98,8 @@ def push(run: Run) -> dict[str, object]:
     """Give every engine the current weights; the metrics say what each engine then serves, and that its checksums agree."""
     if run.sync is None:
         return {}
+    if run.source:
+        run.source.announce(run.progress.version)
     while True:
         try:
             report = run.sync.push(run.trainer.shards(), run.progress.version)
@@ -104,12 +107,19 @@ def push(run: Run) -> dict[str, object]:
         except ReshardError as error:  # the same on every rank
             if not agreed(run.source is not None and run.source.revive(error)):
                 raise
+    if run.source:
+        run.source.published(run.progress.version)
     return {
         "engine_versions": report.engine_versions,
-        "versions_consistent": set(report.engine_versions) == {run.progress.version} and report.checksums_ok is not False,
-        "weights_checksum": report.checksum,
-        "sync_bytes": report.nbytes,
-        "sync_buckets": report.buckets,
+        "versions_consistent": set(report.engine_versions) == {run.progress.version},
+        "weights_checksum": report.digest,
+        "sync_way": report.way,
+        "sync_attempts": report.attempts,
+        "sync_verified": report.verified,
+        "sync_bytes": report.moved.wire_nbytes,
+        "sync_bytes_ratio": report.moved.wire_nbytes / report.moved.minimum_nbytes,
+        "sync_buckets": report.moved.buckets,
+        **({"sync_changed_share": report.moved.changed_share} if report.moved.changed_share is not None else {}),
     }
 
 

@@ -21,6 +21,7 @@ import torch
 from moerl.config.schema import Config, Parallel, Train
 from moerl.errors import ConfigError, TrainError
 from moerl.models.spec import ModelSpec
+from moerl.models.stages import pipeline_stages
 from moerl.train import platform
 
 _PIPELINE_OPTIONS = {"pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"}
@@ -171,15 +172,17 @@ def shutdown() -> None:
 
 
 def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
-    """Megatron's MLATransformerConfig: the model's own values, then ours, then `[megatron]`.
+    """Megatron's configuration of the model: its own values, then ours, then `[megatron]`. Multi-latent attention has its own class.
 
     Raises:
         ConfigError: an unknown option in `[megatron]`, or one that Megatron refuses.
     """
     import torch.nn.functional as F
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from moerl.train.layers import has_transformer_engine
+
+    kind = MLATransformerConfig if spec.latent_attention else TransformerConfig
 
     engine = ranks.device == "cuda" and has_transformer_engine()
     dtype, parallel = DTYPES[config.train.dtype], config.parallel
@@ -221,32 +224,33 @@ def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
     if not _PIPELINE_OPTIONS & config.megatron.keys():
         options["pipeline_model_parallel_layout"] = _uneven_layout(spec.layers, parallel)
     options |= config.megatron
-    known = {field.name for field in fields(MLATransformerConfig)}
+    known = {field.name for field in fields(kind)}
     if unknown := sorted(set(config.megatron) - known):
-        raise ConfigError([f"megatron.{name} is not an option of the installed Megatron's MLATransformerConfig" for name in unknown])
+        why = f"is not an option of the installed Megatron's {kind.__name__}, which {spec.family} models use"
+        raise ConfigError([f"megatron.{name} {why}" for name in unknown])
+    if (groups := spec.megatron.get("num_query_groups", parallel.tp)) % parallel.tp:
+        raise ConfigError(f"parallel.tp: the model's {groups} key-value heads cannot be split over {parallel.tp} ranks; choose a divisor")
     if options.get("overlap_moe_expert_parallel_comm") and spec.layers - 1 not in spec.moe_layers:
         wrong = "its schedule leaves out the final norm of a model whose last layer is dense, like this one"
         raise ConfigError([f"megatron.overlap_moe_expert_parallel_comm must be false: {wrong}"])
     try:
-        return MLATransformerConfig(**options)
+        return kind(**options)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"Megatron refuses these settings: {error}") from error
 
 
 def _uneven_layout(layers: int, parallel: Parallel) -> list[list[str]] | None:
-    """Spread `layers` over all (virtual) stages when they do not divide evenly; None when they do.
+    """Megatron's words for `pipeline_stages` when the layers do not divide evenly; None when they do.
 
-    The first and last stage also hold the embedding and the head, so later middle stages take the surplus layers first.
+    Raises:
+        ConfigError: fewer layers than stages.
     """
     stages = parallel.pp * parallel.vpp
     if layers % stages == 0:
         return None
     if layers < stages:
         raise ConfigError(f"the model has {layers} layers, fewer than pp * vpp = {parallel.pp} * {parallel.vpp} = {stages} stages")
-    counts = [layers // stages] * stages
-    for number in [*range(1, stages - 1), 0, stages - 1][: layers % stages]:
-        counts[number] += 1
-    layout = [["decoder"] * count for count in counts]
+    layout = [["decoder"] * count for count in pipeline_stages(layers, stages)]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return layout
@@ -278,6 +282,7 @@ def build_model(spec: ModelSpec, config: Config, ranks: Ranks, *, trainable: boo
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=spec.tied_embeddings,
             position_embedding_type="rope",
+            **spec.megatron_model,
             vp_stage=stage,
         )
         # The head masks the columns beyond it (`forward`).

@@ -17,7 +17,14 @@ from moerl.train.source import open_live, prepare_folder, rollout_metrics
 
 def record(config: Config, spec: ModelSpec) -> None:
     """Generate and record `train.steps` steps of groups, all by version 0."""
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"save": True})})
+    # Every step is sampled by version 0, so its lag is no measure of staleness; what runs ahead is bounded by the capacity.
+    ahead = {"max_lag": config.train.steps, "capacity_groups": 2 * config.rollout.prompts_per_step}
+    config = config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"save": True}),
+            "buffer": config.buffer.model_copy(update=ahead),
+        }
+    )
     folder, progress = Path(config.run.dir), Progress(0, 0, 0)
     prepare_folder(folder, config, fresh=True)
     setup_logging(folder, "rollout", config.observe.log_level)
@@ -27,17 +34,19 @@ def record(config: Config, spec: ModelSpec) -> None:
         sinks = open_sinks(folder, config)
         stack.callback(sinks.close)
         console.message("starting the engines ...")
-        _, source = open_live(stack, config, spec, folder, trainer_ranks=0, announce=console.message)
+        _, source = open_live(stack, config, spec, folder, trainer_ranks=0, at=progress, message=console.message)
+        source.published(0)
         while progress.step < config.train.steps:
             try:
                 with phase("rollout"):
-                    groups = source.groups(progress)
+                    groups, figures = source.groups(progress)
             except EngineError as error:
                 if not source.revive(error):
                     raise
                 source.pool.publish(0)  # a restarted engine serves the folder's weights, which is what is recorded here
+                source.published(0)
                 continue
-            metrics = {**rollout_metrics(groups), **phase.take()}
+            metrics = {**rollout_metrics(groups), **figures, **phase.take()}
             sinks.log(progress.step, metrics)
             console.step(progress.step, {name: metrics[name] for name in ("reward", "solved_share", "response_length")})
             progress = replace(progress, step=progress.step + 1, position=progress.position + config.rollout.prompts_per_step)

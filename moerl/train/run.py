@@ -25,6 +25,7 @@ from moerl.observe.sinks import Sinks, open_sinks
 from moerl.observe.timer import PhaseTimer
 from moerl.observe.wait import waiting
 from moerl.reshard.sync import WeightSync
+from moerl.reshard.topology import engine_topology
 from moerl.rollout import store
 from moerl.routing.shard import Place
 from moerl.train import checkpoint, megatron, progress
@@ -119,7 +120,7 @@ def open_run(config: Config, spec: ModelSpec, options: Options) -> Iterator[Run]
             stack.callback(sinks.close)
             if live:
                 console.message("starting the engines ...")
-                pool, source = open_live(stack, config, spec, folder, trainer_ranks=ranks.world, announce=console.message)
+                pool, source = open_live(stack, config, spec, folder, trainer_ranks=ranks.world, at=at, message=console.message)
             else:
                 source = Recorded(rollout_folder(options.rollouts), store.make_header(config.model.path, step=0, version=0))
         trainer = build(config, spec, ranks)
@@ -132,14 +133,7 @@ def open_run(config: Config, spec: ModelSpec, options: Options) -> Iterator[Run]
 
 
 def _open_sync(stack: ExitStack, config: Config, spec: ModelSpec, pool: EnginePool | None) -> WeightSync:
-    sync = WeightSync(
-        spec,
-        dtype=megatron.DTYPES[config.engine.dtype],
-        bucket_mib=config.sync.bucket_mib,
-        verify=config.sync.verify,
-        timeout_s=config.sync.timeout_s,
-        link=pool,
-    )
+    sync = WeightSync(spec, config.parallel, engine_topology(config), config.sync, pool)
     stack.callback(sync.close)
     return sync
 

@@ -1,6 +1,6 @@
 """Where a step's groups come from: live engines, or the rollouts of an earlier run. Rank 0 only.
 
-    live:      prompts --engines--> checked samples --rewards--> groups --store--> rollouts/step-*.rollout
+    live:      prompts --engines--> checked samples --rewards--> ready groups --take--> a step --store--> rollouts/step-*.rollout
     recorded:  rollouts/step-*.rollout --> groups
 
 Both answer the same two questions: the groups of a step, and the held-out accuracy of a version.
@@ -19,29 +19,36 @@ from typing import Protocol
 
 import torch
 
-from moerl.cluster.engines import EnginePool
-from moerl.cluster.rewards import RewardPool
+from moerl.cluster.engines import EnginePool, trace_codec
 from moerl.cluster.runtime import engine_gpus, ray_running
+from moerl.cluster.streamed import Streamed
 from moerl.config.schema import Config
 from moerl.config.show import to_toml
 from moerl.errors import MoerlError
 from moerl.models import ModelSpec
 from moerl.rollout import store
-from moerl.rollout.sample import Group, Prompt
+from moerl.rollout.generate import Sampling
+from moerl.rollout.sample import Group
 from moerl.rollout.server import resolve_device
 from moerl.rollout.tasks import TaskData, load_task
-from moerl.train.curriculum import take
+from moerl.routing.layout import Layout
 from moerl.train.progress import Progress
 
 log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    def groups(self, progress: Progress) -> list[Group]:
-        """Scored groups for the step after `progress`."""
+    def groups(self, progress: Progress) -> tuple[list[Group], dict[str, float]]:
+        """(scored groups for the step after `progress`, figures of how they came about)."""
 
     def accuracy(self) -> dict[str, float]:
         """Held-out accuracy of the weights that the engines serve; empty if that can't be measured."""
+
+    def announce(self, version: int) -> None:
+        """The engines are about to be given `version`."""
+
+    def published(self, version: int) -> None:
+        """All engines hold `version`."""
 
     def revive(self, error: MoerlError) -> bool:
         """Restart the engines that are dead, if that explains `error`; they then need the current weights."""
@@ -49,48 +56,50 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Live:
-    """Groups from engines that serve the trainer's current weights.
+    """Groups from engines, generated while the trainer trains.
 
     Attributes:
         folder: receives the rollouts.
-        announce: shows a line to whoever watches the run.
+        message: shows a line to whoever watches the run.
     """
 
     config: Config
     task: TaskData
     pool: EnginePool
-    rewards: RewardPool
+    stream: Streamed
     folder: Path
-    announce: Callable[[str], None]
+    message: Callable[[str], None]
 
-    def groups(self, progress: Progress) -> list[Group]:
-        rollout, count = self.config.rollout, self.config.rollout.prompts_per_step
-        prompts = take(self.task.train, position=progress.position, count=count, seed=self.config.run.seed)
-        groups = self.rewards.score(self._generate(prompts, rollout.group_size, rollout.temperature, routes=True))
-        if rollout.save:
+    def groups(self, progress: Progress) -> tuple[list[Group], dict[str, float]]:
+        groups, figures = self.stream.take(progress.step, last=progress.step + 1 >= self.config.train.steps)
+        if self.config.rollout.save:
             header = store.make_header(self.config.model.path, step=progress.step, version=progress.version)
             store.save_step(self.folder, progress.step, groups, header)
-        return groups
+        return groups, figures
 
     def accuracy(self) -> dict[str, float]:
         if not self.task.heldout:
             return {}
         found = {}
         for name, temperature in (("heldout_accuracy", self.config.rollout.temperature), ("heldout_greedy_accuracy", 0.0)):
-            groups = self.rewards.score(self._generate(self.task.heldout, 1, temperature, routes=False))
-            found[name] = sum(group.samples[0].reward >= 1.0 for group in groups) / len(groups)
+            limit = self.config.rollout.max_new_tokens
+            groups = self.pool.generate(self.task.heldout, group_size=1, max_new_tokens=limit, temperature=temperature, routes=False)
+            found[name] = sum(group.samples[0].reward >= 1.0 for group in self.stream.score(groups)) / len(groups)
         return found
+
+    def announce(self, version: int) -> None:
+        self.stream.announce(version)
+
+    def published(self, version: int) -> None:
+        self.stream.published(version)
 
     def revive(self, error: MoerlError) -> bool:
         if not self.pool.restart_dead():
             return False
+        self.stream.use(self.pool.actors)
         log.warning("an engine was restarted; what it was doing is done again: %s", error)
-        self.announce("an engine died and was restarted; it is given the current weights, and its work is done again")
+        self.message("an engine died and was restarted; it is given the current weights, and its work is done again")
         return True
-
-    def _generate(self, prompts: list[Prompt], size: int, temperature: float, *, routes: bool) -> list[Group]:
-        limit = self.config.rollout.max_new_tokens
-        return self.pool.generate(prompts, group_size=size, max_new_tokens=limit, temperature=temperature, routes=routes)
 
 
 @dataclass(frozen=True)
@@ -100,18 +109,24 @@ class Recorded:
     folder: Path
     expected: store.Header
 
-    def groups(self, progress: Progress) -> list[Group]:
-        return store.load_step(self.folder, progress.step, self.expected)[1]
+    def groups(self, progress: Progress) -> tuple[list[Group], dict[str, float]]:
+        return store.load_step(self.folder, progress.step, self.expected)[1], {}
 
     def accuracy(self) -> dict[str, float]:
         return {}
+
+    def announce(self, version: int) -> None:
+        return
+
+    def published(self, version: int) -> None:
+        return
 
     def revive(self, error: MoerlError) -> bool:
         return False
 
 
 def open_live(
-    stack: ExitStack, config: Config, spec: ModelSpec, folder: Path, *, trainer_ranks: int, announce: Callable[[str], None]
+    stack: ExitStack, config: Config, spec: ModelSpec, folder: Path, *, trainer_ranks: int, at: Progress, message: Callable[[str], None]
 ) -> tuple[EnginePool, Live]:
     """Start Ray, reward workers and engines; `stack` stops them. On a local Ray, trainer ranks keep this machine's first GPUs."""
     task = load_task(config.task, config.model.path, max_prompt_tokens=config.rollout.max_prompt_tokens, seed=config.run.seed)
@@ -121,16 +136,30 @@ def open_live(
         taken = trainer_ranks if resolve_device(config.train.device) == "cuda" else 0
         gpus = engine_gpus([str(i) for i in range(torch.cuda.device_count())], taken, config.engine.count * config.engine.tp)
     runtime = stack.enter_context(ray_running(address, gpus=gpus))
-    rewards = stack.enter_context(RewardPool(config.task))
+    stream = stack.enter_context(Streamed(config, task.train, _sampling(config, spec), folder, step=at.step, position=at.position))
     pool = stack.enter_context(EnginePool(config, spec, runtime, log_dir=folder / "logs"))
-    return pool, Live(config, task, pool, rewards, folder / "rollouts", announce)
+    stream.use(pool.actors)
+    return pool, Live(config, task, pool, stream, folder / "rollouts", message)
+
+
+def _sampling(config: Config, spec: ModelSpec) -> Sampling:
+    rollout, layout = config.rollout, Layout(spec.moe_layers, spec.experts, spec.topk)
+    return Sampling(
+        rollout.max_new_tokens,
+        rollout.temperature,
+        True,
+        layout,
+        spec.layers,
+        retracted=config.sync.interrupt == "retract",
+        codec=trace_codec(config, spec),
+    )
 
 
 def prepare_folder(folder: Path, config: Config, *, fresh: bool) -> None:
     """Make the run folder; a fresh run removes what an earlier one left there under the names that this one writes."""
     folder.mkdir(parents=True, exist_ok=True)
     if fresh:
-        for name in ("rollouts", "checkpoints", "export", "logs", "tensorboard"):
+        for name in ("rollouts", "checkpoints", "export", "ledger", "logs", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in ("metrics.jsonl", "summary.json"):
             (folder / name).unlink(missing_ok=True)

@@ -26,8 +26,8 @@ from moerl.routing.replay import Own, RouteReplay, Routes, moe_indices
 from moerl.routing.shard import Place
 from moerl.train import megatron, weights
 from moerl.train.batch import Part
-from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward, localise
-from moerl.train.objective import grpo_loss
+from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward, localise, sum_over_context
+from moerl.train.objective import Sequences, averages, grpo_loss, sequence_ids
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 """Names and times a part of the step."""
@@ -216,22 +216,31 @@ def _with_column(local: list[LocalMicrobatch], name: str, columns: Sequence[torc
 
 
 def _forward_backward(trainer: Trainer, local: Sequence[LocalMicrobatch]) -> dict[str, Any]:
-    objective, gaps = trainer.config.objective, []
+    config, gaps = trainer.config, []
 
     def loss_fn(outputs: TokenOutputs, rows: LocalMicrobatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        loss, tokens, sums = grpo_loss(objective, outputs.logprobs, outputs.entropy, rows.loss_mask, rows.columns)
+        whole = {}
+        if config.objective.needs_sequences:
+            whole = {"sequences": _sequences(rows, trainer.ranks), "budget_tokens": config.rollout.max_new_tokens}
+        loss, denominator, sums = grpo_loss(config.objective, outputs.logprobs, outputs.entropy, rows.loss_mask, rows.columns, **whole)
         gaps.append(_trained_gap(rows, outputs.logprobs))
-        return loss, tokens, {**sums, "loss": loss, "tokens": tokens}
+        return loss, denominator, {**sums, "loss": loss, "denominator": denominator}
 
     results = forward_backward(trainer.model, local, trainer.ranks, loss_fn=loss_fn, **trainer.passes)
     sums = {name: sum(float(result[name]) for result in results) for name in (results[0] if results else ())}
     sums, gap = _sum_over_ranks(
         (sums, np.concatenate(gaps) if gaps else np.zeros(0)) if _holds_own_rows(trainer.ranks) else ({}, np.zeros(0))
     )
-    tokens = max(1.0, sums.pop("tokens"))
-    metrics: dict[str, Any] = {name: value / tokens for name, value in sums.items()}
-    replays = trainer.config.replay.actor != "off"
-    return metrics | {"response_tokens": int(tokens), **_suffixed(mismatch(gap), "replay" if replays else "trained")}
+    replays = config.replay.actor != "off"
+    tokens = max(1, int(sums["tokens"]))
+    return {**averages(sums), "response_tokens": tokens, **_suffixed(mismatch(gap), "replay" if replays else "trained")}
+
+
+def _sequences(rows: LocalMicrobatch, ranks: megatron.Ranks) -> Sequences:
+    """The sequences that this rank's rows are pieces of; the first context-parallel rank counts them."""
+    boundaries = rows.packing.cu_seqlens_q
+    ids = sequence_ids(boundaries, rows.packing.local_rows)
+    return Sequences(ids, len(boundaries) - 1, counts=ranks.cp[0] == 0, reduce=sum_over_context)
 
 
 def _replay_metrics(trainer: Trainer, parts: Sequence[Part], routes: list[Routes] | None) -> dict[str, float]:

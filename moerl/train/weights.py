@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from moerl.errors import ModelError
-from moerl.models.shard import Shard
+from moerl.models.shard import Shard, shard_shape, windows
 from moerl.models.spec import Entry, ModelSpec
 from moerl.train.megatron import Ranks, unwrap
 
@@ -71,16 +71,18 @@ def placed(model: list[torch.nn.Module], spec: ModelSpec, ranks: Ranks) -> list[
 
 
 def local_shards(model: list[torch.nn.Module], spec: ModelSpec, ranks: Ranks) -> list[Shard]:
-    """This rank's part of the model, in canonical order; tensors are live (in bfloat16 training: what engines must serve)."""
-    return [Shard(item.entry, cut_padding(item, item.tensor.detach()), item.index, item.parts) for item in placed(model, spec, ranks)]
+    """This rank's part of the model, in canonical order; tensors are live (in bfloat16 training: what engines must serve).
+
+    The copy of a tied embedding that the last pipeline stage keeps as its output layer is left out.
+    """
+    own = (item for item in placed(model, spec, ranks) if not (spec.tied_embeddings and item.name == "output_layer.weight"))
+    return [Shard(item.entry, cut_padding(item, item.tensor.detach()), item.index, item.parts) for item in own]
 
 
 def cut_padding(item: Placed, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` (shaped like the item's: the weight itself, its gradient) without the rows of vocabulary padding; a view."""
-    if not _is_vocabulary(item):
-        return tensor
-    start, stop = _vocabulary_rows(item)
-    return tensor[: stop - start]
+    param = item.entry.param
+    return tensor[: shard_shape(param, item.index, item.parts)[0]] if param.is_vocabulary else tensor
 
 
 def load_hf(model: list[torch.nn.Module], spec: ModelSpec, folder: str | Path, ranks: Ranks) -> None:
@@ -121,39 +123,20 @@ def _place(name: str, tensor: torch.Tensor, entry: Entry, ranks: Ranks) -> Place
     index, parts = ranks.etp if param.expert else ranks.tp
     if param.tp_axis is None or parts == 1:
         return Placed(name, tensor, entry, 0, 1)
-    rows = param.shape[param.tp_axis] * (len(param.hf) if param.tp_axis == 0 else 1)
-    if tensor.shape[param.tp_axis] == rows:  # Transformer Engine keeps some of these whole on every rank.
+    if (
+        tensor.shape[param.tp_axis] == shard_shape(param, 0, 1)[param.tp_axis]
+    ):  # Transformer Engine keeps some of these whole on every rank.
         return Placed(name, tensor, entry, 0, 1)
     return Placed(name, tensor, entry, index, parts)
 
 
-def _vocabulary_rows(item: Placed) -> tuple[int, int]:
-    """(first, one past the last) row of the real vocabulary that a shard holds; equal if it holds padding only."""
-    rows = item.tensor.shape[0]
-    total = item.entry.param.shape[0]
-    start = min(item.index * rows, total)
-    return start, min(start + rows, total)
-
-
-def _is_vocabulary(item: Placed) -> bool:
-    return item.entry.param.layers == "once" and item.entry.param.tp_axis == 0
-
-
 def _fill(item: Placed, files: dict[str, Any]) -> None:
-    param = item.entry.param
-    target = item.tensor.detach()
-    if _is_vocabulary(item):
-        start, stop = _vocabulary_rows(item)
+    param, target = item.entry.param, item.tensor.detach()
+    if param.is_vocabulary:
         target.zero_()
-        target[: stop - start].copy_(files[item.entry.hf[0]].get_slice(item.entry.hf[0])[start:stop])
-        return
-    axis = param.tp_axis if param.tp_axis is not None else 0
-    size = param.shape[axis] // item.parts
-    window = slice(item.index * size, (item.index + 1) * size)
-    targets = target.chunk(len(param.hf), dim=0)
-    for name, part in zip(item.entry.hf, targets, strict=True):
-        source = files[name].get_slice(name)
-        part.copy_(source[window] if axis == 0 else source[:, window])
+    for window in windows(param, item.index, item.parts):
+        name = item.entry.hf[window.part]
+        target[window.in_shard].copy_(files[name].get_slice(name)[window.in_hf])
 
 
 def _open_all(folder: Path) -> dict[str, Any]:
@@ -186,8 +169,9 @@ def _check(files: dict[str, Any], spec: ModelSpec, folder: Path) -> None:
         if name not in files:
             continue
         view = files[name].get_slice(name)
-        if tuple(view.get_shape()) != entry.param.shape:
-            wrong.append(f"{name}: shape {tuple(view.get_shape())}, expected {entry.param.shape}")
+        shape = entry.param.part_shape(entry.hf.index(name))
+        if tuple(view.get_shape()) != shape:
+            wrong.append(f"{name}: shape {tuple(view.get_shape())}, expected {shape}")
         elif view.get_dtype() not in ("F32", "BF16", "F16"):
             wrong.append(f"{name}: type {view.get_dtype()}, expected F32, BF16 or F16 (convert quantised checkpoints to bfloat16 first)")
     problems = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moerl.convert.tiny import tiny_config, write_tiny
+from moerl.convert.tiny import tiny_config, tiny_qwen3_config, write_tiny
 from tests.torchrun import launch
 
 HERE = Path(__file__).parent
@@ -22,12 +22,25 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess]:
     return lambda processes, script, *arguments, **options: launch(processes, HERE / script, *arguments, **options)
 
 
+SMALL = {
+    "deepseek": tiny_config(hidden=64, layers=5, experts=8, topk=2, groups=4, group_topk=2, expert_width=32),
+    "qwen3": tiny_qwen3_config(hidden=64, layers=5, experts=8, topk=2, heads=8, kv_heads=4, head_dim=16, expert_width=32),
+    "qwen3_tied": tiny_qwen3_config(hidden=64, layers=3, experts=8, topk=2, expert_width=32)
+    | {"tie_word_embeddings": True, "mlp_only_layers": [1]},
+}
+
+
 @pytest.fixture(scope="session")
-def small_model(tmp_path_factory) -> Path:
-    """A small DeepSeek-V3 whose vocabulary doesn't divide by two and whose norms and router bias are not trivial."""
-    folder = tmp_path_factory.mktemp("small")
-    config = tiny_config(hidden=64, layers=5, experts=8, topk=2, groups=4, group_topk=2, expert_width=32)
-    write_tiny(folder, config | {"vocab_size": 17}, seed=1)
+def small_models(tmp_path_factory) -> Path:
+    """A folder for each of `SMALL`; vocabularies don't divide by two, norms and router biases are not trivial."""
+    root = tmp_path_factory.mktemp("small")
+    for name, config in SMALL.items():
+        write_small(root / name, config | {"vocab_size": 17})
+    return root
+
+
+def write_small(folder: Path, config: dict[str, Any]) -> None:
+    write_tiny(folder, config, seed=1)
     weights = load_file(folder / "model.safetensors")
     rng = np.random.default_rng(0)
     for name, weight in weights.items():
@@ -36,11 +49,10 @@ def small_model(tmp_path_factory) -> Path:
         if "norm" in name:
             weights[name] = (1 + 0.1 * rng.standard_normal(weight.shape)).astype(np.float32)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @pytest.fixture(scope="session")
-def run_layouts(small_model, tmp_path_factory) -> Callable[[int, Mapping[str, Any]], Path]:
+def run_layouts(small_models, tmp_path_factory) -> Callable[[int, Mapping[str, Any]], Path]:
     """(processes, cases of layout_worker.py) -> folder with one <name>.npz per case; launched once per session and set of cases."""
     folders: dict[tuple[int, str], Path] = {}
 
@@ -49,7 +61,7 @@ def run_layouts(small_model, tmp_path_factory) -> Callable[[int, Mapping[str, An
         if key not in folders:
             out = folders[key] = tmp_path_factory.mktemp(f"layouts{processes}")
             (out / "cases.json").write_text(json.dumps(cases))
-            done = launch(processes, HERE / "layout_worker.py", str(small_model), str(out), str(out / "cases.json"), timeout_s=500)
+            done = launch(processes, HERE / "layout_worker.py", str(small_models), str(out), str(out / "cases.json"), timeout_s=500)
             (out / "output").write_text(done.stdout)
         return folders[key]
 

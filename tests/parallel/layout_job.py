@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from moerl.config.schema import Config
 from moerl.models import read_spec
-from moerl.models.shard import Shard
+from moerl.models.shard import Shard, windows
 from moerl.routing.layout import Layout
 from moerl.train import megatron, trainer, weights
 from moerl.train.assemble import whole_routes
@@ -131,19 +131,17 @@ def of_replicas(mine: Sequence[Any], ranks: megatron.Ranks) -> list[Any]:
 
 def whole(shards: list[Shard]) -> dict[str, np.ndarray]:
     """HF name -> full tensor, from the shards of all ranks; replicas must be equal up to rounding."""
-    mine = [(shard.entry.hf, shard.entry.param.tp_axis, shard.index, shard.parts, shard.tensor.float().numpy()) for shard in shards]
-    pieces: dict[str, dict[int, np.ndarray]] = {}
-    axes = {}
-    for names, axis, index, parts, array in (item for rank in everywhere(mine) for item in rank):
-        for name, part in zip(names, np.split(array, len(names)), strict=True):
-            axes[name] = (axis, parts)
-            known = pieces.setdefault(name, {}).setdefault(index, part)
-            assert np.allclose(known, part, rtol=1e-5, atol=1e-9), f"replicas of {name}[{index}] differ by {np.abs(known - part).max()}"
-    full = {}
-    for name, held in pieces.items():
-        axis, parts = axes[name]
-        assert sorted(held) == list(range(parts)), f"{name}: found parts {sorted(held)} of {parts}"
-        full[name] = held[0] if parts == 1 else np.concatenate([held[i] for i in range(parts)], axis=axis)
+    mine = [(shard.entry, shard.index, shard.parts, shard.tensor.float().numpy()) for shard in shards]
+    full: dict[str, np.ndarray] = {}
+    for entry, index, parts, array in (item for rank in everywhere(mine) for item in rank):
+        for window in windows(entry.param, index, parts):
+            name, part = entry.hf[window.part], array[window.in_shard]
+            target = full.setdefault(name, np.full(entry.param.part_shape(window.part), np.nan, np.float32))[window.in_hf]
+            fresh = np.isnan(target)
+            same = np.allclose(target[~fresh], part[~fresh], rtol=1e-5, atol=1e-9)
+            assert same, f"replicas of {name} differ by {np.abs(target - part)[~fresh].max()}"
+            target[fresh] = part[fresh]
+    assert not (missing := [name for name, tensor in full.items() if np.isnan(tensor).any()]), f"only parts of {missing} were found"
     return full
 
 

@@ -1,8 +1,9 @@
 """One long-lived torchrun rank: trains the same model on the same microbatches under several parallel layouts.
 
-    torchrun --nproc-per-node N layout_worker.py MODEL_FOLDER OUT_FOLDER CASES.json
+    torchrun --nproc-per-node N layout_worker.py FOLDER_OF_MODELS OUT_FOLDER CASES.json
 
-CASES.json maps names to {"parallel": settings, "megatron": settings, "dtype": of the weights, "checks": [names in CHECKS]}. Rank 0
+CASES.json maps names to {"model": name in the folder, "parallel": settings, "megatron": settings, "dtype": of the weights,
+"checks": [names in CHECKS]}. Rank 0
 writes OUT_FOLDER/<name>.npz with arrays named check/kind/name, gathered to whole tensors, so that layouts compare array by array.
 """
 
@@ -18,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from moerl.reshard.gather import gather_hf
 from moerl.routing.replay import moe_layers
-from moerl.train import megatron
+from moerl.train import megatron, weights
 from moerl.train.assemble import whole_logprobs
 from moerl.train.forward import LocalMicrobatch, compute_logprobs, forward_backward
 from tests.parallel.dispatch_probe import Dispatched, watched
@@ -211,7 +213,14 @@ def check_bias(job: Job) -> Arrays:
     return found
 
 
+def check_gathered(job: Job) -> Arrays:
+    """Whole tensors, as an export or an update of engines gets them."""
+    shards = weights.local_shards(job.model, job.trainer.spec, job.ranks)
+    return {f"weights/{name}": tensor.clone().numpy() for name, tensor in gather_hf(shards, job.trainer.spec, dtype=torch.float32)}
+
+
 CHECKS: dict[str, tuple[str, Callable[[Job], Arrays]]] = {
+    "gathered": ("frozen", check_gathered),
     "forward": ("frozen", check_forward),
     "natural": ("frozen", check_natural),
     "replay": ("frozen", check_replay),
@@ -242,10 +251,10 @@ def run(folder: str, case: dict[str, Any]) -> Arrays | None:
 
 
 def main() -> None:
-    folder, out, cases = sys.argv[1:]
+    models, out, cases = sys.argv[1:]
     for name, case in json.loads(Path(cases).read_text()).items():
         try:
-            found = run(folder, case)
+            found = run(f"{models}/{case['model']}", case)
         except Exception:
             Path(out, f"{name}.rank{os.environ['RANK']}.error").write_text(traceback.format_exc())
             raise

@@ -27,10 +27,11 @@ def ranks(tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.parametrize("family", ["deepseek", "qwen3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", ["float32 0.01", "bfloat16 0.01", "bfloat16 100.0"])
-def test_shards_come_together_bitwise_on_rank_zero(ranks, layout, size):
-    first, second = (rank[f"{layout} {size}"] for rank in ranks)
+def test_shards_come_together_bitwise_on_rank_zero(ranks, family, layout, size):
+    first, second = (rank[f"{family} {layout} {size}"] for rank in ranks)
     assert first == {"missing": 0, "wrong": []}
     assert second == {"tensors": 0}
 
@@ -49,4 +50,4 @@ def test_a_failed_push_raises_the_same_error_on_both_ranks(ranks):
     errors = [rank["push fails"]["error"] for rank in ranks]
     assert errors[0] == errors[1]
     assert "the engine refused a bucket" in errors[0]
-    assert "2 of " in errors[0]
+    assert "bucket 3 of " in errors[0]

@@ -30,8 +30,10 @@ OVERLAPPED = {"overlap_moe_expert_parallel_comm": True}
 DENSE_FIRST_STAGE = {"pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "decoder", "decoder", "decoder", "loss"]]}
 
 
-def case(checks: list[str], megatron: dict[str, Any] | None = None, *, dtype: str = "float32", **parallel: int) -> dict[str, Any]:
-    return {"parallel": parallel, "megatron": megatron or {}, "dtype": dtype, "checks": checks}
+def case(
+    checks: list[str], megatron: dict[str, Any] | None = None, *, model: str = "deepseek", dtype: str = "float32", **parallel: int
+) -> dict[str, Any]:
+    return {"model": model, "parallel": parallel, "megatron": megatron or {}, "dtype": dtype, "checks": checks}
 
 
 LAYOUTS: dict[int, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """A tiny model, the command line, and one short run that is shared by the tests that look at what it left."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import pytest
 
 from moerl.convert.tiny import tiny_config, write_tiny
 from tests.system.run_harness import ROOT, SETTINGS, Finished, Started, running
+from tests.system.sync_harness import Fleet
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +56,11 @@ def live_run(moerl: Callable[..., Finished]) -> Finished:
     finished = moerl("live")
     assert finished.status == 0, finished.output[-4000:]
     return finished
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Engines for weight sync, shared by all modules that push into some."""
+    fleet = Fleet(tmp_path_factory.mktemp("fleet"))
+    yield fleet
+    fleet.stop()

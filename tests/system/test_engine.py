@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from moerl.models import read_spec
 from moerl.rollout import plugin, server
 from moerl.rollout.check import decode_routes
 from moerl.rollout.client import EngineClient
-from moerl.rollout.generate import generate_groups
+from moerl.rollout.generate import Sampling, generate_groups
 from moerl.rollout.sample import Prompt
 from moerl.rollout.server import EngineServer
 from moerl.routing.trace import Layout
@@ -65,8 +66,9 @@ def run(coroutine):
 
 
 async def groups_of(clients, layout, **changes):
-    options = {"group_size": 3, "max_new_tokens": 12, "temperature": 1.0, "routes": True, "layers": 3, "version": None}
-    return await generate_groups(clients, PROMPTS, layout=layout, **(options | changes))
+    sampling = Sampling(12, 1.0, True, layout, 3)
+    size, tag = changes.pop("group_size", 3), changes.pop("tag", "group")
+    return await generate_groups(clients, PROMPTS, replace(sampling, **changes), group_size=size, tag=tag)
 
 
 def test_decoding_agrees_with_prefilling_the_same_tokens(engine, layout):

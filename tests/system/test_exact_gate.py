@@ -21,7 +21,7 @@ from moerl.config.schema import Engine, Replay
 from moerl.convert.tiny import EOS, tiny_config, write_tiny
 from moerl.errors import TrainError
 from moerl.rollout.client import EngineClient
-from moerl.rollout.generate import generate_groups
+from moerl.rollout.generate import Sampling, generate_groups
 from moerl.rollout.sample import Group, Prompt, Sample
 from moerl.rollout.server import EngineServer
 from moerl.rollout.store import make_header, save_step
@@ -100,9 +100,7 @@ def groups(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
 
     async def generate() -> list[Group]:
         async with EngineClient(server.url, 60.0, 120.0) as client:
-            return await generate_groups(
-                [client], prompts, group_size=4, max_new_tokens=32, temperature=1.0, routes=True, layout=LAYOUT, layers=5, version=0
-            )
+            return await generate_groups([client], prompts, Sampling(32, 1.0, True, LAYOUT, 5, version=0), group_size=4)
 
     server.start()
     try:

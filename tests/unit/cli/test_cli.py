@@ -14,12 +14,12 @@ from moerl.errors import ConfigError, EngineError
 HELP = """\
 moerl: RL post-training of mixture-of-experts models
 
-  moerl train @ FILE [SETTINGS]                      generate with routes, train on the same routes, push the weights back
-  moerl rollout @ FILE [SETTINGS]                    generate and record only, with the engines alone
-  moerl config show|check @ FILE [SETTINGS]          show the effective settings as TOML, or check them
-  moerl plan @ FILE [SETTINGS] [--world N] [--json]  what a weight update of a cluster moves; no GPU needed
-  moerl bench trace|replay|pack [--json]             measure one part, as ratios within one run
-  moerl doctor [--json]                              what is installed, what is missing, why, and the command that fixes it
+  moerl train @ FILE [SETTINGS]                                   generate with routes, train on the same routes, push the weights back
+  moerl rollout @ FILE [SETTINGS]                                 generate and record only, with the engines alone
+  moerl config show|check @ FILE [SETTINGS]                       show the effective settings as TOML, or check them
+  moerl plan @ FILE [SETTINGS] [--world N] [--simulate] [--json]  what a weight update moves, or how busy a cluster would be; no GPU needed
+  moerl bench trace|replay|pack|sync [--json]                     measure one part, as ratios within one run
+  moerl doctor [--json]                                           what is installed, what is missing, why, and the command that fixes it
 
 settings:
   @ FILE                  a TOML file; several are laid over one another, left to right

@@ -51,16 +51,14 @@ def pretend(monkeypatch, tmp_path, local_ray):
                 self.version = arguments["version"]
             return {"version": self.version, "echo": arguments}.get(method)
 
-        async def generate(self, prompts, layout, settings):
+        async def generate(self, prompts, sampling, group_size, tag):
             if self._trouble("generate") == "hang":
                 import asyncio
 
                 await asyncio.sleep(600)
             return msgspec.msgpack.encode(
                 [
-                    Group(
-                        p.id, p.answer, [Sample(p.id, 0, p.tokens, [2], b"", b"", [(settings["version"], 0, 1)], "", "stop", self.number)]
-                    )
+                    Group(p.id, p.answer, [Sample(p.id, 0, p.tokens, [2], b"", b"", [(sampling.version, 0, 1)], "", "stop", self.number)])
                     for p in msgspec.msgpack.decode(prompts, type=list[Prompt])
                 ]
             )

@@ -87,7 +87,7 @@ def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         ("--train.tp=2", "did you mean engine.tp or parallel.tp?"),
         ("--trian.steps=2", "did you mean train.steps?"),
         ("--obsrve.foo=2", "did you mean [observe]?"),
-        ("--sync.zzzz=2", "[sync] has bucket_mib, verify, timeout_s"),
+        ("--sync.zzzz=2", "[sync] has way, transport, interrupt, bucket_mib, verify, delta, timeout_s"),
         ("--zzzz.yyyy=2", "the sections are run, model, task"),
         ("--steps=2", "did you mean train.steps?"),
     ],

@@ -10,8 +10,8 @@ import pytest
 
 from moerl.config import native
 from moerl.config.schema import Observe
-from moerl.convert.tiny import tiny_config
-from moerl.models import deepseek
+from moerl.convert.tiny import tiny_config, tiny_qwen3_config
+from moerl.models import ModelSpec, deepseek, qwen3
 
 
 @pytest.fixture
@@ -75,8 +75,9 @@ def test_owned_keys_exist() -> None:
     assert native.OWNED_SGLANG.keys() <= native.sglang_fields()
 
 
-def test_all_that_the_model_decides_is_owned() -> None:
-    assert deepseek.spec(tiny_config()).megatron.keys() <= native.OWNED_MEGATRON.keys()
+@pytest.mark.parametrize("spec", [deepseek.spec(tiny_config()), qwen3.spec(tiny_qwen3_config())], ids=lambda spec: spec.family)
+def test_all_that_the_model_decides_is_owned(spec: ModelSpec) -> None:
+    assert spec.megatron.keys() | spec.megatron_model.keys() <= native.OWNED_MEGATRON.keys()
 
 
 @pytest.mark.usefixtures("absent")

@@ -46,7 +46,7 @@ def test_sizes_that_factor(sizes: str) -> None:
         (["parallel.vpp=2"], "parallel.vpp 2 needs pipeline stages"),
         (
             ["parallel.nproc_per_node=2", "parallel.timeout_s=900"],
-            "rollout.request_timeout_s 300 + engine.start_timeout_s 300 + sync.timeout_s 300 = 900",
+            "rollout.request_timeout_s 300 + engine.start_timeout_s 300 + sync.timeout_s 300 x 3 attempts = 1500",
         ),
         (["rollout.group_size=1"], "so it needs at least 2 completions"),
         (["rollout.prompts_per_step=64", "task.prompts=32"], "rollout.prompts_per_step 64 is more than the 32 prompts"),

@@ -36,5 +36,5 @@ def test_settings_stand_under_their_documentation() -> None:
     assert "# Completions per prompt: the group that advantages are normalised over.\ngroup_size = 8\n" in text
     assert "# How completions are sampled.\n[rollout]\n" in text
     assert "# min_reward_gain is not set\n" in text
-    bounds = {"min_reward_gain": 0.1, "min_heldout_gain": 0.1}
-    assert "#" not in to_toml(Config(model={"path": "m"}, require=bounds, replay={"max_row_lag": 1}), comments=False)
+    bounds, buffer = {"min_reward_gain": 0.1, "min_heldout_gain": 0.1}, {"capacity_groups": 99, "group_timeout_s": 9.0}
+    assert "#" not in to_toml(Config(model={"path": "m"}, require=bounds, replay={"max_row_lag": 1}, buffer=buffer), comments=False)

@@ -67,7 +67,7 @@ def test_a_dense_model(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_family(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'phimoe'; supported: deepseek_v3"):
+    with pytest.raises(ModelError, match="'phimoe'; supported: deepseek_v3, kimi_k2, qwen3_moe"):
         read_spec(folder(tmp_path, model_type="phimoe"))
 
 

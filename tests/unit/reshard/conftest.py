@@ -4,16 +4,24 @@ import hashlib
 import threading
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 from moerl.convert.tiny import random_weights, tiny_config
-from moerl.errors import EngineError, ReshardError
+from moerl.errors import EngineError, ReshardError, WaitTimeout
 from moerl.models import deepseek
 from moerl.models.shard import Shard
 from moerl.reshard import group as sync_group
+from moerl.reshard import orders
+from moerl.reshard.boxes import kinds
 from moerl.reshard.deadline import Deadline
+from moerl.reshard.engine_boxes import EngineTopology, engine_parameters
+from moerl.reshard.node import node_name
+from moerl.reshard.plan import decode_plan
+from moerl.reshard.receiver import Receiver
+from moerl.reshard.transport import open_transport
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +119,11 @@ class Replies:
             if error is not None:
                 raise error
 
+    def failures(self, deadline):
+        for thread in self._threads:
+            thread.join(max(0, deadline.timeout_s - deadline.elapsed_s))
+        return [str(error) for error in self._errors if error is not None]
+
     def wait(self, deadline):
         for thread in self._threads:
             while thread.is_alive():
@@ -122,7 +135,10 @@ class Replies:
 
 @dataclass
 class FakeEngine:
-    """One engine with `tp` ranks, which all receive the broadcast; `trouble` maps a method to what it does instead."""
+    """One engine with `tp` ranks, each a receiver of its own; `trouble` maps a method, or an order, to what it does before.
+
+    `tensors` holds what came the compatible way (HF names), `ranks` the parameters of each rank, which the direct way writes.
+    """
 
     name: str
     spec: object
@@ -133,16 +149,98 @@ class FakeEngine:
     tensors: dict = field(default_factory=dict)
     version_: int = 0
     groups: dict = field(default_factory=dict)
+    receivers: list = field(default_factory=list)
     open: bool = False
+    closed: bool = False
+    paused: bool = False
     buckets: int = 0
 
+    def __post_init__(self):
+        topology = EngineTopology(1, self.tp, cpu=True, dtype=str(self.dtype).removeprefix("torch."))
+        self.ranks = [
+            {name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for name, each in rank.items()}
+            for rank in engine_parameters(kinds(self.spec), topology)
+        ]
+
     def call(self, method, arguments):
-        self.calls.append(method)
-        if method in self.trouble:
-            outcome = self.trouble[method](self)
+        order = orders.decode(arguments["order"]) if method == "order" else None
+        name = type(order).__name__.lower() if order else method
+        self.calls.append(name)
+        if order:
+            return self.obey(order, self.trouble.get(name))
+        if name in self.trouble:
+            outcome = self.trouble[name](self)
             if outcome is not None:
                 return outcome
         return getattr(self, method)(**arguments)
+
+    def obey(self, order, trouble):
+        if isinstance(order, orders.Close):
+            self.closed = True
+            return "[]"
+
+        def work(rank):
+            if trouble is not None:
+                trouble(self)
+            return getattr(self, type(order).__name__.lower())(order, rank)
+
+        answers = self.on_every_rank(work)
+        if isinstance(order, orders.Commit):
+            self.version_, self.closed = order.version, False
+        return msgspec.json.encode(answers).decode()
+
+    def on_every_rank(self, work):
+        """As the real ranks do: whoever fails leaves the group, and all fail."""
+        answers, errors = [None] * self.tp, []
+
+        def run(rank):
+            try:
+                answers[rank] = work(rank)
+            except (EngineError, ReshardError, WaitTimeout, RuntimeError) as error:
+                errors.append(error)
+                self.leave(None, rank)
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.tp)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise EngineError(f"{self.name}: {errors[0]}")
+        return answers
+
+    def describe(self, order, rank):
+        looks = {name: orders.Described(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self.ranks[rank].items()}
+        return orders.Description(orders.PROTOCOL, node_name(), looks)
+
+    def join(self, order, rank):
+        self.receivers = self.receivers or [None] * self.tp
+        deadline, number = Deadline("fake engine", order.timeout_s), order.rank + rank
+        store = sync_group.reach_store(order.host, order.port, order.world, deadline)
+        group = sync_group.join(store, order.name, order.backend, order.world, deadline, rank=number)
+        plan = decode_plan(order.plans[rank])
+        transport = open_transport(order.kind, group, number, plan.bucket_bytes, order.nodes)
+        self.receivers[rank] = Receiver(plan, transport, self.ranks[rank])
+
+    def receive(self, order, rank):
+        assert self.paused
+        assert self.closed
+        assert self.open
+        if (damage := self.trouble.get("take")) is not None:
+            damage(self, self.receivers[rank])
+        return self.receivers[rank].receive(order.version, order.base, Deadline("fake engine", order.timeout_s))
+
+    def verify(self, order, rank):
+        return self.receivers[rank].read_back()
+
+    def commit(self, order, rank):
+        if self.receivers and self.receivers[rank] is not None:
+            self.receivers[rank].version = order.version
+
+    def leave(self, order, rank):
+        if self.receivers and self.receivers[rank] is not None:
+            self.receivers[rank].transport.close()
+            self.receivers[rank] = None
 
     def init_group(self, host, port, rank_offset, world_size, name, backend):
         ranks: list = [None] * self.tp
@@ -193,18 +291,17 @@ class FakeEngine:
         layout = reference_layout(self.spec, self.tensors, self.dtype, self.tp)
         return [{name: hash_bytes(tensor) for name, tensor in rank.items()} for rank in layout]
 
-    def set_version(self, version):
-        self.version_ = version
-
     def version(self):
         return self.version_
 
     def pause(self, mode):
-        assert mode == "abort"
+        assert mode in ("abort", "retract", "in_place")
+        self.paused = True
 
-    def resume(self): ...
-
-    def flush_cache(self): ...
+    def resume(self):
+        if self.closed:
+            raise EngineError(f"{self.name}: closed")
+        self.paused = False
 
 
 class FakeLink:

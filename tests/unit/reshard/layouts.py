@@ -6,12 +6,12 @@ Elements are random bit patterns of the right width without zeros: uint16 for bf
 import numpy as np
 from hypothesis import strategies as st
 
-from moerl.models import ModelSpec, Param, deepseek
+from moerl.models import ModelSpec, deepseek, qwen3
 from moerl.reshard.engine_boxes import EngineTopology
 from moerl.reshard.plan import ITEMSIZE
 from moerl.reshard.trainer_layout import TrainerTopology
 
-UNSIGNED = {"bfloat16": np.uint16, "float32": np.uint32}
+UNSIGNED = {"bfloat16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8}
 
 
 def deepseek_spec(**changes) -> ModelSpec:
@@ -41,47 +41,23 @@ def deepseek_spec(**changes) -> ModelSpec:
 
 def qwen3_spec(heads=8, kv_heads=2, head=6, hidden=16, layers=3, experts=8, width=16, vocab=37) -> ModelSpec:
     """Grouped-query attention with fused q, k, v; no shared experts, no dense layers, no correction bias."""
-    at, m_at = "model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention."
-    mlp, m_mlp = "model.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp."
-    expert, m_expert = mlp + "experts.{expert}.", m_mlp + "experts.local_experts.{expert}."
-    norms = {
-        "decoder.layers.{layer}.input_layernorm.weight": ("model.layers.{layer}.input_layernorm.weight", hidden),
-        m_at + "q_layernorm.weight": (at + "q_norm.weight", head),
-        m_at + "k_layernorm.weight": (at + "k_norm.weight", head),
-        "decoder.layers.{layer}.pre_mlp_layernorm.weight": ("model.layers.{layer}.post_attention_layernorm.weight", hidden),
-    }
-    qkv = tuple(at + f"{part}_proj.weight" for part in "qkv")
-    sizes = ((heads * head, hidden), (kv_heads * head, hidden), (kv_heads * head, hidden))
-    embed, final, output = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-    params = (
-        Param("embedding.word_embeddings.weight", (embed,), (vocab, hidden), 0, "once", engine=embed),
-        *(Param(megatron, (name,), (size,), engine=name) for megatron, (name, size) in norms.items()),
-        Param(m_at + "linear_qkv.weight", qkv, sizes[0], 0, engine=at + "qkv_proj.weight", part_shapes=sizes, head_rows=head),
-        Param(m_at + "linear_proj.weight", (at + "o_proj.weight",), (hidden, heads * head), 1, engine=at + "o_proj.weight"),
-        Param(m_mlp + "router.weight", (mlp + "gate.weight",), (experts, hidden), layers="moe", engine=mlp + "gate.weight"),
-        Param(
-            m_expert + "linear_fc1.weight",
-            (expert + "gate_proj.weight", expert + "up_proj.weight"),
-            (width, hidden),
-            0,
-            "moe",
-            expert=True,
-            engine=mlp + "experts.w13_weight",
-        ),
-        Param(
-            m_expert + "linear_fc2.weight",
-            (expert + "down_proj.weight",),
-            (hidden, width),
-            1,
-            "moe",
-            expert=True,
-            engine=mlp + "experts.w2_weight",
-        ),
-        Param("decoder.final_layernorm.weight", (final,), (hidden,), None, "once", engine=final),
-        Param("output_layer.weight", (output,), (vocab, hidden), 0, "once", engine=output),
+    return qwen3.spec(
+        {
+            "hidden_size": hidden,
+            "vocab_size": vocab,
+            "num_hidden_layers": layers,
+            "intermediate_size": 2 * width,
+            "moe_intermediate_size": width,
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+        }
     )
-    hf = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return ModelSpec("qwen3", hf, layers, tuple(range(layers)), experts, 2, hidden, vocab, False, params)
 
 
 def random_tensors(spec: ModelSpec, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
@@ -137,8 +113,9 @@ def engine_rank(spec: ModelSpec, tensors: dict, e: EngineTopology, rank: int) ->
 
     def gated(prefix, ranks):
         gate, up, down = (tensors[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down"))
-        width = -(-gate.shape[0] // (32 * e.tp)) * 32 * e.tp if e.cpu else gate.shape[0]
-        return np.concatenate([cut(gate, 0, ranks, width), cut(up, 0, ranks, width)]), cut(down, 1, ranks, width)
+        multiple = 32 * e.tp if e.cpu else 1
+        rows, cols = (-(-size // multiple) * multiple for size in (gate.shape[0], down.shape[1]))
+        return np.concatenate([cut(gate, 0, ranks, rows), cut(up, 0, ranks, rows)]), cut(down, 1, ranks, cols)
 
     held = {
         "model.embed_tokens.weight": vocabulary(tensors["model.embed_tokens.weight"], attention),

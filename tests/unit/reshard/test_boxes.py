@@ -24,7 +24,6 @@ from moerl.reshard.trainer_layout import (
     check_shards,
     check_trainer,
     expected_shards,
-    pipeline_stages,
     stages_of,
     trainer_shares,
 )
@@ -139,16 +138,6 @@ def test_layers_are_spread_over_virtual_stages(pp, vpp, stages, expected):
     found = stages_of(deepseek_spec(num_hidden_layers=6), TrainerTopology(world=pp, pp=pp, vpp=vpp, stages=stages))
     assert [found[layer] for layer in range(6)] == expected
     assert (found[-1], found[6]) == (0, pp - 1)
-
-
-def test_layers_are_spread_as_the_trainer_spreads_them():
-    from moerl.config.schema import Parallel
-    from moerl.train.megatron import _uneven_layout
-
-    for layers, pp, vpp in itertools.product(range(4, 14), (2, 3, 4), (1, 2)):
-        if layers >= pp * vpp and layers % (pp * vpp):
-            layout = _uneven_layout(layers, Parallel(pp=pp, vpp=vpp))
-            assert pipeline_stages(layers, pp * vpp) == tuple(stage.count("decoder") for stage in layout)
 
 
 def test_expected_shards_name_a_ranks_parameters_and_shapes():

@@ -2,14 +2,17 @@
 
 import hashlib
 
+import numpy as np
 import pytest
 import torch
 
 from moerl.errors import ReshardError
 from moerl.reshard.bucket import cut
 from moerl.reshard.deadline import Deadline
-from moerl.reshard.engine_layout import LayoutChecksums, check_layout, combine, compare, padded_vocabulary, pieces
+from moerl.reshard.engine_boxes import EngineTopology
+from moerl.reshard.engine_layout import LayoutChecksums, check_layout, combine, compare, pieces
 from moerl.reshard.gather import gather_bucket, plan_gather
+from tests.unit.reshard.layouts import engine_rank, qwen3_spec, random_tensors
 
 
 def expected(spec, shards, dtype, tp, mib=0.02):
@@ -51,15 +54,33 @@ def test_pieces_concatenate_to_the_engines_tensors(spec, tensors, engine_tensors
     assert not built
 
 
-@pytest.mark.parametrize(
-    ("size", "tp", "padded"), [(16, 1, 64), (64, 1, 64), (65, 1, 128), (129280, 8, 129280), (16, 3, 192), (200, 5, 320)]
-)
-def test_vocabulary_padding(size, tp, padded):
-    assert padded_vocabulary(size, tp) == padded
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_heads_are_cut_and_key_value_heads_repeated(tp):
+    spec, topology = qwen3_spec(heads=8, kv_heads=2, width=64), EngineTopology(tp=tp)
+    arrays = {name: array.astype(np.float32) for name, array in random_tensors(spec, "bfloat16").items()}
+    built: dict = {}
+    for bucket in cut(spec, torch.float32, 0.01):
+        for slot in bucket.slots:
+            for rank, name, piece in pieces(spec, slot, torch.from_numpy(arrays[slot.name]), tp):
+                built.setdefault((rank, name), []).append(piece.reshape(-1))
+    for rank in range(tp):
+        for name, array in engine_rank(spec, arrays, topology, rank).items():
+            assert np.array_equal(torch.cat(built.pop((rank, name))).numpy(), array.reshape(-1)), name
+    assert not built
+
+
+def test_heads_that_an_engine_cannot_cut_or_would_pad_are_refused():
+    spec = qwen3_spec(heads=8, kv_heads=2, width=128)
+    check_layout(spec, 4, cpu=False)
+    check_layout(spec, 2, cpu=True)
+    with pytest.raises(ReshardError, match="2 heads for 4 ranks: engines on CPU pad heads"):
+        check_layout(spec, 4, cpu=True)
+    with pytest.raises(ReshardError, match="8 attention heads cannot be cut into tp / attention_dp = 3 parts"):
+        check_layout(spec, 3, cpu=False)
 
 
 def test_tensor_parallelism_that_does_not_divide_is_refused(spec, tensors, shards_of):
-    with pytest.raises(ReshardError, match="cannot be cut into 3 equal parts"):
+    with pytest.raises(ReshardError, match="cannot be cut into 3 parts"):
         expected(spec, shards_of(tensors), torch.bfloat16, 3)
 
 

@@ -33,15 +33,17 @@ def test_live_parameters_that_require_gradients_are_accepted(spec, tensors, shar
     assert all(torch.equal(gathered[name], tensors[name]) and not gathered[name].requires_grad for name in tensors)
 
 
-def test_padding_of_the_vocabulary_is_removed(spec, tensors, shards_of):
-    shards = [
-        replace(shard, tensor=torch.cat([shard.tensor, torch.full((112, spec.hidden_size), torch.nan)]))
-        if shard.entry.megatron in ("embedding.word_embeddings.weight", "output_layer.weight")
-        else shard
-        for shard in shards_of(tensors)
-    ]
-    gathered = dict(gather_hf(shards, spec, dtype=torch.float32))
-    assert torch.equal(gathered["lm_head.weight"], tensors["lm_head.weight"])
+def test_a_vocabulary_that_ranks_cannot_share_evenly(spec, tensors, shards_of):
+    def thirds(shard):
+        return [replace(shard, tensor=rows, index=index, parts=3) for index, rows in enumerate(shard.tensor.split(6))]
+
+    whole = shards_of(tensors)
+    cut = [part for shard in whole for part in (thirds(shard) if shard.entry.param.is_vocabulary else [shard])]
+    plan = plan_gather(cut, spec)
+    assert [source.shape[0] for source in plan.sources["output_layer.weight"]] == [6, 6, 4]
+    uneven = [replace(shard, tensor=shard.tensor[:5]) if (shard.index, shard.parts) == (1, 3) else shard for shard in cut]
+    with pytest.raises(ReshardError, match=r"output_layer\.weight: 3 slices of shapes \(6, 32\), \(5, 32\), \(4, 32\)"):
+        plan_gather(uneven, spec)
 
 
 def test_missing_weights_are_all_named(spec, tensors, shards_of):

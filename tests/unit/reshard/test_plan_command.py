@@ -28,6 +28,17 @@ def test_the_last_line_is_one_json_object(config: str, capsys: pytest.CaptureFix
     assert "8 trainer → 4 engine" in lines[1]
 
 
+def test_engines_that_serve_fp8_receive_half_as_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_config(), **sizes, "vocab_size": 16}))
+    words = ["plan", "--model.path", str(tmp_path), "--engine.device", "cuda", "--world", "1", "--json"]
+    moved = []
+    for flag in ([], ["--fp8"]):
+        assert cli.main([*words, *flag]) == 0
+        moved.append(json.loads(capsys.readouterr().out.splitlines()[-1])["nbytes"])
+    assert 0.5 < moved[1] / moved[0] < 0.52
+
+
 def test_all_ranks_on_one_machine_stay_on_it(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "@", config, "--world", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["same_node_share"] == 1.0

@@ -11,8 +11,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from moerl.config.schema import Config
-from moerl.convert.tiny import tiny_config, write_tiny
+from moerl.convert.tiny import PAD, tiny_config, tiny_qwen3_config, write_tiny
 from moerl.errors import ConfigError, TrainError
+from moerl.models import qwen3
+from moerl.models.shard import windows
 from moerl.models.spec import ModelSpec
 from moerl.routing.replay import RouteReplay
 from moerl.routing.trace import Layout
@@ -98,10 +100,15 @@ def gradient(model: list[torch.nn.Module]) -> torch.Tensor:
     return torch.cat([parameter.main_grad.flatten() for chunk in model for parameter in chunk.parameters()])
 
 
+SMALL = tiny_config(hidden=64, layers=4, experts=16, topk=4, groups=4, group_topk=2, expert_width=32, initializer_range=0.1)
+QWEN3 = tiny_qwen3_config(hidden=64, layers=4, experts=16, topk=4, heads=6, kv_heads=2, head_dim=16, expert_width=32, initializer_range=0.1)
 VARIANTS = {
-    "yarn": {"rope_scaling": YARN, "routed_scaling_factor": 2.5},
-    "plain rope, uncompressed queries": {"rope_scaling": None, "q_lora_rank": None},
-    "two dense layers, one group": {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
+    "yarn": SMALL | {"rope_scaling": YARN, "routed_scaling_factor": 2.5},
+    "plain rope, uncompressed queries": SMALL | {"rope_scaling": None, "q_lora_rank": None},
+    "two dense layers, one group": SMALL | {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
+    "qwen3": QWEN3 | {"rope_theta": 100.0},
+    "qwen3, unnormalised scores, tied": QWEN3 | {"norm_topk_prob": False, "tie_word_embeddings": True},
+    "qwen3, dense layers, a key-value head per head": QWEN3 | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "num_key_value_heads": 6},
 }
 
 
@@ -109,8 +116,7 @@ VARIANTS = {
 def test_equals_transformers(setup, tmp_path, variant):
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(hidden=64, layers=4, experts=16, topk=4, groups=4, group_topk=2, expert_width=32, initializer_range=0.1)
-    setup = setup._replace(spec=write_tiny(tmp_path, config | VARIANTS[variant], seed=7), folder=tmp_path)
+    setup = setup._replace(spec=write_tiny(tmp_path, VARIANTS[variant], seed=7), folder=tmp_path)
     unsettle(tmp_path)
     model, microbatch = setup.model(trainable=False), packed([7, 40, 12, 9, 1])
     logprobs, routes = run_logprobs(model, [microbatch], setup.ranks, recorder=setup.replay(model), **PASSES)[0]
@@ -255,6 +261,46 @@ def test_no_microbatches_is_an_error(setup):
 def test_lengths_that_cannot_be_cut_are_an_error(setup):
     with pytest.raises(TrainError, match=r"multiples of 8 here, got \[3, 12\]"):
         run_logprobs(setup.model(trainable=False), [packed([3, 12, 8])], replace(setup.ranks, cp=(0, 2), tp=(0, 2)), **PASSES)
+
+
+def test_key_value_heads_that_ranks_do_not_divide_are_a_config_error(setup):
+    config = Config(model={"path": str(setup.folder)}, train={"device": "cpu"}, parallel={"tp": 4})
+    with pytest.raises(ConfigError, match=r"parallel\.tp: the model's 2 key-value heads cannot be split over 4 ranks"):
+        megatron.transformer_config(qwen3.spec(QWEN3 | {"num_attention_heads": 8}), config, setup.ranks)
+
+
+def test_an_option_of_other_attention_is_a_config_error(setup):
+    config = Config(model={"path": str(setup.folder)}, train={"device": "cpu"}, megatron={"cache_mla_latents": True})
+    assert megatron.transformer_config(setup.spec, config, setup.ranks).cache_mla_latents
+    with pytest.raises(ConfigError, match=r"megatron\.cache_mla_latents is not an option of .* TransformerConfig, which qwen3 models use"):
+        megatron.transformer_config(qwen3.spec(QWEN3), config, setup.ranks)
+
+
+def test_gradients_of_grouped_attention_equal_transformers(setup, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    setup = setup._replace(spec=write_tiny(tmp_path, QWEN3 | {"rope_theta": 100.0}, seed=7), folder=tmp_path)
+    unsettle(tmp_path)
+    model, microbatch = setup.model(), packed([7, 40, 12])
+    run_backward(model, [microbatch], setup.ranks, loss_fn=loss, replay=None, **PASSES)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    total = torch.zeros(())
+    for start, stop in pairwise(microbatch.cu_seqlens):
+        scores = reference(torch.tensor(microbatch.tokens[None, start:stop])).logits[0].log_softmax(-1)
+        chosen = scores.gather(1, torch.tensor(microbatch.labels[start:stop, None]))[:, 0]
+        total = total - (chosen * torch.tensor(microbatch.loss_mask[start:stop])).sum()
+    (total / float(microbatch.loss_mask.sum())).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters() if ".experts." not in name}
+    found = {}
+    for item in weights.placed(model, setup.spec, setup.ranks):
+        for window in windows(item.entry.param, 0, 1):
+            shape = item.entry.param.part_shape(window.part)
+            part = found.setdefault(item.entry.hf[window.part], torch.full(shape, torch.nan))
+            part[window.in_hf] = item.tensor.main_grad[window.in_shard]
+    found["model.embed_tokens.weight"][PAD] = 0.0  # transformers gives its padding token no gradient
+    assert len(expected) == 4 * 9 + 3
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() < 1e-5 * gradient.abs().max(), name
 
 
 def test_an_unknown_megatron_option_is_a_config_error(setup):

@@ -5,10 +5,21 @@ from types import SimpleNamespace
 import pytest
 
 from moerl.errors import EngineError, ReshardError
+from moerl.reshard.direct import Moved
+from moerl.reshard.sync import SyncReport
 from moerl.train import platform
 from moerl.train.progress import Progress
 
-REPORT = SimpleNamespace(engine_versions=[3], checksums_ok=True, checksum="c", nbytes=1, buckets=1)
+REPORT = SyncReport(
+    version=3,
+    way="direct",
+    attempts=1,
+    moved=Moved(wire_nbytes=6, minimum_nbytes=3, buckets=2, changed_share=0.5, received=((6, 3),)),
+    seconds={"prepare": 0.0, "transfer": 1.0, "verify": 0.0, "commit": 0.0},
+    verified=True,
+    engine_versions=[3],
+    digest="c",
+)
 
 
 @pytest.fixture
@@ -24,7 +35,7 @@ class Engines:
     """A source and a weight sync at once. `happens` is what to do at each call, in order: an error to raise, or None."""
 
     def __init__(self, *happens, revivals=0):
-        self.happens, self.revivals, self.calls = list(happens), revivals, []
+        self.happens, self.revivals, self.calls, self.told = list(happens), revivals, [], []
 
     def _do(self, what):
         self.calls.append(what)
@@ -38,6 +49,12 @@ class Engines:
     def push(self, shards, version):
         self._do(f"push {version}")
         return REPORT
+
+    def announce(self, version):
+        self.told.append(f"{version} comes")
+
+    def published(self, version):
+        self.told.append(f"{version} is there")
 
     def revive(self, error):
         self.revivals -= 1
@@ -66,7 +83,9 @@ def test_a_push_that_an_engine_did_not_survive_is_repeated(loop):
     engines = Engines(ReshardError("it died"), revivals=1)
     metrics = loop.push(run_with(engines))
     assert engines.calls == ["push 3", "push 3"]
+    assert engines.told == ["3 comes", "3 is there"]
     assert metrics["versions_consistent"]
+    assert (metrics["sync_bytes"], metrics["sync_bytes_ratio"], metrics["sync_changed_share"]) == (6, 2.0, 0.5)
 
 
 def test_an_engine_that_dies_again_during_the_push_after_its_revival(loop):
@@ -79,6 +98,7 @@ def test_a_push_that_fails_with_living_engines_ends_the_run(loop):
     engines = Engines(ReshardError("other bytes"))
     with pytest.raises(ReshardError, match="other bytes"):
         loop.push(run_with(engines))
+    assert engines.told == ["3 comes"]
 
 
 def test_ranks_without_a_source_follow_rank_0(loop, monkeypatch):

@@ -9,9 +9,9 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from moerl.config.schema import Config
-from moerl.convert.tiny import tiny_config, write_tiny
+from moerl.convert.tiny import tiny_config, tiny_qwen3_config, write_tiny
 from moerl.errors import ModelError
-from moerl.models import read_spec
+from moerl.models import qwen3, read_spec
 from moerl.train import megatron, weights
 
 CONFIG = tiny_config(hidden=32, layers=3, experts=4, topk=2, groups=2, group_topk=1, expert_width=16)
@@ -161,6 +161,35 @@ def test_transformer_engine_names_under_pipeline_and_expert_parallelism(loaded):
     assert gate_up.entry.hf[0] == "model.layers.2.mlp.experts.3.gate_proj.weight"
     assert (gate_up.index, gate_up.parts) == (1, 2)
     assert found["decoder.layers.0.mlp.experts.linear_fc2.weight0"].entry.expert == 2
+
+
+def test_transformer_engine_names_of_grouped_attention(loaded):
+    _, _, ranks, _ = loaded
+    spec = qwen3.spec(tiny_qwen3_config(hidden=32, layers=3, heads=8, kv_heads=4, head_dim=4) | {"mlp_only_layers": [2]})
+    names = {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": (32,),
+        "decoder.layers.0.self_attention.linear_qkv.weight": (32, 32),
+        "decoder.layers.0.self_attention.k_layernorm.weight": (4,),
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": (32,),
+    }
+    found = weights.placed([Stage(names, first_layer=2)], spec, replace(ranks, tp=(1, 2), world=2))
+    at = "model.layers.2.self_attn."
+    assert [(item.entry.hf, item.index, item.parts) for item in found] == [
+        (("model.layers.2.input_layernorm.weight",), 0, 1),
+        ((at + "q_proj.weight", at + "k_proj.weight", at + "v_proj.weight"), 1, 2),
+        ((at + "k_norm.weight",), 0, 1),
+        (("model.layers.2.post_attention_layernorm.weight",), 0, 1),
+    ]
+
+
+def test_the_parts_of_grouped_attention_are_checked_by_their_own_shapes(loaded, tmp_path):
+    _, _, ranks, model = loaded
+    spec = write_tiny(tmp_path, tiny_qwen3_config(hidden=32, layers=1, experts=4, topk=2))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].copy()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 tensors differ: .*k_proj\.weight: shape \(256, 32\), expected \(128, 32\)"):
+        weights.load_hf(model, spec, tmp_path, ranks)
 
 
 def test_bfloat16_model_keeps_the_router_bias_in_float32(loaded):

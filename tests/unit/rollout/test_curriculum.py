@@ -1,5 +1,5 @@
+from moerl.rollout.curriculum import take
 from moerl.rollout.sample import Prompt
-from moerl.train.curriculum import take
 
 PROMPTS = [Prompt(i, str(i), [i], "0") for i in range(7)]
 
