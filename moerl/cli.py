@@ -41,7 +41,7 @@ COMMANDS = {
         "@ FILE [SETTINGS] [--world N] [--simulate] [--json]",
         {"--simulate": "moerl.buffer.command:main"},
     ),
-    "bench": Command("moerl.bench.command:main", "measure one part, as ratios within one run", "trace|replay|pack|sync [--json]"),
+    "bench": Command("moerl.bench.command:main", "measure one part, as ratios within one run", "trace|replay|pack|sync|loop [--json]"),
     "doctor": Command("moerl.doctor:main", "what is installed, what is missing, why, and the command that fixes it", "[--json]"),
 }
 

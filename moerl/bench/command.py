@@ -7,7 +7,7 @@ from importlib import import_module
 
 from moerl.errors import ConfigError
 
-BENCHMARKS = {name: f"moerl.bench.{name}:main" for name in ("trace", "replay", "pack", "sync")}
+BENCHMARKS = {name: f"moerl.bench.{name}:main" for name in ("trace", "replay", "pack", "sync", "loop")}
 
 
 def main(argv: list[str]) -> int:

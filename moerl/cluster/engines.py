@@ -234,6 +234,11 @@ class EnginePool:
         references = [actor.call.remote(method, given) for actor, given in zip(self._actors, arguments, strict=True)]
         return Calls(method, self.names, references, self._died)
 
+    def call(self, method: str, **arguments: Any) -> list[Any]:
+        """One client method on every engine, to its end."""
+        timeout_s = self._config.engine.request_timeout_s + _CONTROL_GRACE_S
+        return self.start(method, [arguments] * len(self.names)).wait(_budget(method, timeout_s))
+
     def fence(self) -> None:
         """From now on the engines hold no complete version."""
         self._version = None
@@ -244,11 +249,11 @@ class EnginePool:
 
     def versions(self) -> list[int]:
         """The weight version that each engine reports."""
-        return self._call_all("version")
+        return self.call("version")
 
     def checksums(self) -> list[list[dict[str, str]]]:
         """Per engine and rank: parameter -> hash."""
-        return self._call_all("checksums")
+        return self.call("checksums")
 
     def dead(self) -> list[int]:
         """Numbers of the engines whose server or supervisor is gone."""
@@ -304,10 +309,6 @@ class EnginePool:
             # An actor that hangs is killed all the same; the kernel then kills its server.
             ray.kill(self._actors[i])
             self._actors[i] = None
-
-    def _call_all(self, method: str) -> list[Any]:
-        timeout_s = self._config.engine.request_timeout_s + _CONTROL_GRACE_S
-        return self.start(method, [{}] * len(self.names)).wait(_budget(method, timeout_s))
 
     def _is_alive(self, i: int) -> bool:
         if self._actors[i] is None:

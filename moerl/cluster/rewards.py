@@ -7,10 +7,9 @@ logprobs stay where they are.
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 import ray
@@ -18,7 +17,7 @@ from msgspec.structs import replace
 from ray.exceptions import RayActorError, RayTaskError
 
 from moerl.config.schema import Task
-from moerl.errors import MoerlError, TaskError
+from moerl.errors import TaskError
 from moerl.rollout.rewards import Reward, resolve_reward, score_groups
 from moerl.rollout.sample import Group
 
@@ -42,115 +41,15 @@ class RewardActor:
         return [sample.reward for sample in scored.samples]
 
 
-class RewardPool:
-    """`task.reward_workers` actors; use as a context manager.
-
-    Raises:
-        TaskError: on entering: the reward function cannot be found or imported.
-    """
-
-    def __init__(self, task: Task):
-        self._task = task
-        self._actors: list[Any] = []
-
-    def __enter__(self) -> Self:
-        try:
-            for _ in range(self._task.reward_workers):
-                self._actors.append(self._spawn())
-            self._load(self._actors)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-
-    def score(self, groups: Sequence[Group]) -> list[Group]:
-        """The same groups, in the same order, with rewards.
-
-        Raises:
-            TaskError: the function raised, died, or did not answer for one group within `task.reward_timeout_s`; names the
-                prompt. A worker that hangs is replaced, so the pool stays usable.
-        """
-        waiting = list(reversed(range(len(groups))))
-        busy: dict[Any, tuple[int, int, float]] = {}
-        rewards: list[list[float]] = [[] for _ in groups]
-        idle = list(range(len(self._actors)))
-        try:
-            while waiting or busy:
-                while waiting and idle:
-                    worker, number = idle.pop(), waiting.pop()
-                    reference = self._actors[worker].score.remote(_record(groups[number]))
-                    busy[reference] = worker, number, time.monotonic() + self._task.reward_timeout_s
-                earliest = min(deadline for _, _, deadline in busy.values())
-                done, _ = ray.wait(list(busy), num_returns=1, timeout=max(0.0, earliest - time.monotonic()))
-                if not done:
-                    raise self._late([number for _, number, deadline in busy.values() if deadline <= earliest], groups)
-                worker, number, _ = busy.pop(done[0])
-                idle.append(worker)
-                rewards[number] = self._result(done[0], groups[number])
-        except BaseException:
-            self._replace([worker for worker, _, _ in busy.values()])
-            raise
-        return [_scored(group, values) for group, values in zip(groups, rewards, strict=True)]
-
-    def stop(self) -> None:
-        """End all workers. Safe to call twice."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-
-    def _spawn(self) -> Any:
-        return ray.remote(num_cpus=0, max_restarts=0)(RewardActor).remote(self._task.reward)
-
-    def _load(self, actors: Sequence[Any]) -> None:
-        references = [actor.load.remote() for actor in actors]
-        _, late = ray.wait(references, num_returns=len(references), timeout=_START_TIMEOUT_S)
-        if late:
-            raise TaskError(
-                f"loading the reward {self._task.reward!r} took longer than {_START_TIMEOUT_S:g} s; does its module do work at import?"
-            )
-        for reference in references:
-            self._get(reference, f"reward {self._task.reward!r} could not be loaded")
-
-    def _result(self, reference: Any, group: Group) -> list[float]:
-        return self._get(reference, f"reward {self._task.reward!r} failed for prompt {group.prompt_id} (answer {group.answer!r})")
-
-    def _get(self, reference: Any, what: str) -> Any:
-        try:
-            return ray.get(reference, timeout=1.0)
-        except RayActorError as error:
-            raise TaskError(f"{what}: its process died: {error}") from error
-        except RayTaskError as error:
-            if isinstance(error.cause, MoerlError):
-                raise error.cause from error
-            raise TaskError(f"{what}: {error.cause}") from error
-
-    def _late(self, numbers: Sequence[int], groups: Sequence[Group]) -> TaskError:
-        prompts = ", ".join(f"{groups[number].prompt_id} (answer {groups[number].answer!r})" for number in numbers)
-        return TaskError(
-            f"reward {self._task.reward!r} did not answer within {self._task.reward_timeout_s:g} s for prompt {prompts}; its process was "
-            "killed. Fix the function, or raise task.reward_timeout_s"
-        )
-
-    def _replace(self, workers: Sequence[int]) -> None:
-        """Kill workers that are in the middle of something, and start others in their place."""
-        for worker in workers:
-            ray.kill(self._actors[worker])
-            self._actors[worker] = self._spawn()
-        self._load([self._actors[worker] for worker in workers])
-
-
 class RewardWorkers:
     """`task.reward_workers` actors for an event loop: a group at a time each, with a deadline, and again where that fails.
 
-    Where it fails `task.reward_retries` times more, that group has no rewards; the workers stay usable.
+    A worker that hangs or dies is killed, and replaced when its turn comes: there are always as many turns as workers.
     """
 
     def __init__(self, task: Task):
         self._task = task
-        self._idle: asyncio.Queue[Any] = asyncio.Queue()
+        self._idle: asyncio.Queue[Any] = asyncio.Queue()  # workers, and None for one that is to be replaced
         self._all: list[Any] = []
 
     async def start(self) -> None:
@@ -166,50 +65,58 @@ class RewardWorkers:
         """The group with rewards.
 
         Raises:
-            TaskError: the function raised, died, or did not answer in time, at every attempt; names the prompt.
+            TaskError: the function raised, died, or did not answer in time, at the first attempt and at all `task.reward_retries`
+                that followed; names the prompt.
         """
-        record, failure = _record(group), None
-        what = f"reward {self._task.reward!r} failed for prompt {group.prompt_id} (answer {group.answer!r})"
-        for _ in range(1 + self._task.reward_retries):
-            worker = await self._idle.get()
-            try:
-                rewards = await asyncio.wait_for(worker.score.remote(record), self._task.reward_timeout_s)
-            except (TimeoutError, RayActorError) as error:
-                late = isinstance(error, TimeoutError)
-                why = (
-                    f"no answer within {self._task.reward_timeout_s:g} s (task.reward_timeout_s)" if late else f"its process died: {error}"
-                )
-                failure = TaskError(f"{what}: {why}")
-                self._all.remove(worker)
-                ray.kill(worker)
-                worker = await self._spawn()
-            except RayTaskError as error:
-                failure = error.cause if isinstance(error.cause, MoerlError) else TaskError(f"{what}: {error.cause}")
-            except asyncio.CancelledError:
-                self._idle.put_nowait(worker)
-                raise
-            else:
-                self._idle.put_nowait(worker)
-                return _scored(group, rewards)
-            self._idle.put_nowait(worker)
-        raise failure
+        for _ in range(self._task.reward_retries):
+            with suppress(TaskError):
+                return await self._attempt(group)
+        return await self._attempt(group)
 
     def stop(self) -> None:
         """End all workers. Safe to call twice."""
-        for worker in self._all:
-            ray.kill(worker)
-        self._all = []
+        for worker in list(self._all):
+            self._kill(worker)
+
+    async def _attempt(self, group: Group) -> Group:
+        worker = await self._idle.get()
+        try:
+            worker = worker or await self._spawn()
+            rewards = await self._answer(worker, worker.score.remote(_record(group)), self._task.reward_timeout_s, "task.reward_timeout_s")
+        except TaskError as error:
+            what = f"reward {self._task.reward!r} failed for prompt {group.prompt_id} (answer {group.answer!r})"
+            raise TaskError(f"{what}: {error}") from error
+        finally:
+            self._idle.put_nowait(worker if worker in self._all else None)
+        return _scored(group, rewards)
 
     async def _spawn(self) -> Any:
         worker = ray.remote(num_cpus=0, max_restarts=0)(RewardActor).remote(self._task.reward)
         self._all.append(worker)
         try:
-            await asyncio.wait_for(worker.load.remote(), _START_TIMEOUT_S)
-        except RayTaskError as error:
-            if isinstance(error.cause, MoerlError):
-                raise error.cause from error
-            raise TaskError(f"reward {self._task.reward!r} could not be loaded: {error.cause}") from error
+            await self._answer(worker, worker.load.remote(), _START_TIMEOUT_S, "of loading the reward; does its module do work at import?")
+        except BaseException:
+            self._kill(worker)
+            raise
         return worker
+
+    async def _answer(self, worker: Any, call: Any, limit_s: float, limit: str) -> Any:
+        """What a worker answers; it is killed if it does not in time."""
+        try:
+            return await asyncio.wait_for(call, limit_s)
+        except TimeoutError as error:
+            self._kill(worker)
+            raise TaskError(f"no answer within {limit_s:g} s ({limit})") from error
+        except RayActorError as error:
+            self._kill(worker)
+            raise TaskError(f"its process died: {error}") from error
+        except RayTaskError as error:
+            raise TaskError(str(error.cause) if isinstance(error.cause, TaskError) else f"{error.cause!r}") from error
+
+    def _kill(self, worker: Any) -> None:
+        if worker in self._all:
+            self._all.remove(worker)
+            ray.kill(worker)
 
 
 def _record(group: Group) -> bytes:

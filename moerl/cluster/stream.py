@@ -13,8 +13,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,91 +39,113 @@ logger = logging.getLogger(__name__)
 
 _BREAKER = 8
 """Groups in a row whose rewards failed, after which admission stops and the run ends."""
+_LATE_S = 0.1
+"""How long after its time a group that runs too long is looked for."""
+
+Step = tuple[list[bytes], dict[str, float]]
+"""What a step is made of: encoded groups, and figures of how they came about."""
 
 
 class Stream:
-    """Runs inside a Ray actor; all methods run in its event loop.
+    """Runs inside a Ray actor; all methods run in its event loop. Call `start` first, and `stop` last.
 
     Args:
         prompts: the training set, encoded.
-        engines: actors, by number.
-        step: the step that is trained next, which is also the trainer's version.
-        position: where in the stream of prompts a new ledger begins.
     """
 
-    def __init__(self, config: Config, prompts: bytes, sampling: Sampling, folder: str, step: int, position: int):
-        rollout, buffer = config.rollout, config.buffer
+    def __init__(self, config: Config, prompts: bytes, sampling: Sampling):
         self._config, self._sampling = config, sampling
         self._prompts = msgspec.msgpack.decode(prompts, type=list[Prompt])
+        self._width = config.rollout.group_size + config.buffer.oversample
+        self._meter = Meter(config.engine.count * config.engine.max_running_requests, time.monotonic())
+        self._doing: Doing = "other"
+        self._rewards = RewardWorkers(config.task)
+        self._engines: list[Any] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # group -> from its dispatch to its rewards
+        self._busy: dict[int, tuple[int, int]] = {}  # group -> (engine, completions that run there)
+        self._ready: dict[int, bytes] = {}
+        self._handed: tuple[int, Step] | None = None
+        self._announced, self._held, self._stopping, self._calls = 0, True, False, 0
+        self._trouble: MoerlError | None = None
+        self._reward_failures = 0
+        self._changed = asyncio.Event()
+        self._open = ExitStack()
+
+    async def start(self, folder: str, step: int, position: int) -> None:
+        """Open the ledger of the run folder and start the reward workers.
+
+        Args:
+            step: the step that is trained next, which is also the trainer's version.
+            position: where in the stream of prompts a new ledger begins.
+
+        Raises:
+            TaskError: the reward function cannot be found or imported.
+            LedgerError: the ledger is damaged, or does not reach up to this step.
+        """
+        self._open.callback(self._rewards.stop)
         self._ledger = Ledger(Path(folder) / "ledger", step=step, position=position)
+        self._open.callback(self._ledger.close)
+        rollout = self._config.rollout
         self._scheduler = Scheduler(
-            buffer,
+            self._config.buffer,
             prompts_per_step=rollout.prompts_per_step,
             group_size=rollout.group_size,
             record=self._see,
             state=self._ledger.state,
             step=step,
         )
-        self._width = rollout.group_size + buffer.oversample
-        self._meter = Meter(config.engine.count * config.engine.max_running_requests, time.monotonic())
-        self._rewards = RewardWorkers(config.task)
-        self._engines: list[Any] = []
-        self._load: Counter[int] = Counter()  # completions that run, by engine
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._ready: dict[int, bytes] = {}
-        self._announced, self._held, self._calls = 0, True, 0
-        self._trouble: MoerlError | None = None
-        self._reward_failures = 0
-        self._changed = asyncio.Event()
-
-    async def start(self) -> None:
-        """Start the reward workers.
-
-        Raises:
-            TaskError: the reward function cannot be found or imported.
-        """
         await self._rewards.start()
 
     # ---- what the driver says
 
     def use(self, engines: Sequence[Any]) -> None:
-        """These engines are there now; nothing begins on them before the next publication."""
-        self._engines, self._held, self._trouble = list(engines), True, None
-        self._load.clear()
+        """These engines, by number, are there now; nothing begins on them before the next publication."""
+        self._engines, self._held = list(engines), True
+        if isinstance(self._trouble, EngineError):
+            self._trouble = None
 
     async def announce(self, version: int) -> None:
         """A version is about to be pushed: from now on tokens may be of it. With `drain`, returns when no request runs."""
         self._announced = max(self._announced, version)
         if self._config.sync.interrupt == "drain":
             self._held = True
-            await self._until(lambda: not self._tasks or self._trouble is not None)
+            await self._until(lambda: not self._busy or self._trouble is not None)
 
     def published(self, version: int) -> None:
         """All engines serve `version`, completely."""
         self._announced, self._held = max(self._announced, version), False
         self._scheduler.published(version)
+        self._changed.set()
         self._pump()
 
     def doing(self, what: Doing) -> None:
         """What the trainer does from now on, for the metrics."""
+        self._doing = what
         self._meter.trainer(time.monotonic(), what)
+        self._changed.set()
 
-    async def take(self, step: int) -> tuple[list[bytes], dict[str, float]]:
+    async def take(self, step: int) -> Step:
         """(groups of a step, encoded and in the order of the prompts; figures since the step before), as soon as they are there.
+
+        May be asked for a step before the trainer needs it, and again for the one that was handed out last.
 
         Raises:
             EngineError, TaskError, RolloutError: why they will not be.
         """
-        while True:
+        while self._handed is None or self._handed[0] != step:
             self._changed.clear()
             if self._trouble is not None:
                 raise self._trouble
             formed = self._scheduler.take(step, time.monotonic())
             if isinstance(formed, Formed):
+                self._handed = step, self._hand_over(formed)
                 break
-            logger.info("%s", formed.text)
-            self._meter.trainer(time.monotonic(), "wait_due" if formed.due else "wait_groups")
+            if self._doing == "wait_groups":
+                self._meter.trainer(time.monotonic(), "wait_due" if formed.due else "wait_groups")
             await self._changed.wait()
+        return self._handed[1]
+
+    def _hand_over(self, formed: Formed) -> Step:
         for position in formed.late:
             self._tasks[position].cancel()
         groups = [self._ready.pop(group.position) for group in formed.groups]
@@ -144,34 +168,47 @@ class Stream:
         return f"groups: {levels or 'none'}; engines serve version {self._scheduler.version}"
 
     async def stop(self) -> None:
-        """End everything that runs."""
-        for task in list(self._tasks.values()):
+        """End everything that runs. The ledger still owes it, so that a run which resumes begins it again."""
+        self._stopping = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._rewards.stop()
-        self._ledger.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._open.close()
 
     # ---- one group
 
     def _pump(self) -> None:
         """Admit and begin what may begin now."""
-        if self._held or self._trouble is not None or not self._engines:
+        if self._stopping or self._trouble is not None:
             return
-        now = time.monotonic()
-        for position in self._scheduler.overdue(now):
-            self._tasks[position].cancel()
-        for position in self._scheduler.wants():
-            self._scheduler.admit(position, self._prompt(position).id, now)
-        while (position := self._scheduler.next_waiting()) is not None and (engine := self._free()) is not None:
-            samples = self._scheduler.dispatched(position, now)
-            self._tasks[position] = asyncio.create_task(self._carry(position, list(samples), engine))
-        self._meter.paced.set(now, max(0, self._meter.slots - self._load.total()) if self._scheduler.next_waiting() is None else 0)
+        with self._telling():
+            now = time.monotonic()
+            for position in self._scheduler.overdue(now):
+                self._tasks[position].cancel()
+            if not self._held and self._engines:
+                for position in self._scheduler.wants():
+                    self._scheduler.admit(position, self._prompt(position).id, now)
+                self._dispatch(now)
 
-    def _free(self) -> int | None:
-        """The engine with the least to do, if it can run a whole group more."""
-        engine = min(range(len(self._engines)), key=lambda number: self._load[number])
+    def _dispatch(self, now_s: float) -> None:
+        """Give waiting groups to the engines that have the least to do, while those can run a whole group more."""
+        load: Counter[int] = Counter()
+        for engine, completions in self._busy.values():
+            load[engine] += completions
         limit = max(self._config.engine.max_running_requests, self._width)
-        return engine if self._load[engine] + self._width <= limit else None
+        while (position := self._scheduler.next_waiting()) is not None:
+            engine = min(range(len(self._engines)), key=load.__getitem__)
+            if load[engine] + self._width > limit:
+                break
+            load[engine] += self._width
+            samples = list(self._scheduler.dispatched(position, now_s))
+            self._occupy(position, engine, len(samples))
+            task = self._tasks[position] = asyncio.create_task(self._carry(position, samples, engine))
+            task.add_done_callback(partial(self._ended, position))
+            if self._config.buffer.group_timeout_s is not None:
+                asyncio.get_running_loop().call_later(self._config.buffer.group_timeout_s + _LATE_S, self._pump)
+        self._meter.paced.set(now_s, max(0, self._meter.slots - load.total()) if position is None else 0)
 
     def _prompt(self, position: int) -> Prompt:
         (prompt,) = take(self._prompts, position=position, count=1, seed=self._config.run.seed)
@@ -179,70 +216,76 @@ class Stream:
 
     async def _carry(self, position: int, samples: list[int], engine: int) -> None:
         """A group from its dispatch to its rewards, whatever happens to engines on the way."""
-        cut: list[int] = []
-        try:
-            group = await self._generate(position, samples, engine, cut)
-            if group is not None:
-                await self._reward(position, group)
-        except asyncio.CancelledError:
-            self._scheduler.refuse(position, time.monotonic(), cut=cut)
-        except Exception as error:  # noqa: BLE001 - the trainer must hear of it, or it waits for nothing
-            self._fail(error if isinstance(error, MoerlError) else RolloutError(f"{type(error).__name__}: {error}"))
-        finally:
-            self._tasks.pop(position, None)
-            self._changed.set()
-            self._pump()
+        group = await self._generate(position, samples, engine)
+        if group is None:
+            self._scheduler.refuse(position, time.monotonic())
+        else:
+            await self._reward(position, group)
 
-    async def _generate(self, position: int, samples: list[int], engine: int, cut: list[int]) -> Group | None:
+    def _ended(self, position: int, task: asyncio.Task[None]) -> None:
+        """A group's task is over: as it should be, failed, or cancelled because the scheduler wanted the group aborted."""
+        del self._tasks[position]
+        self._release(position)
+        if self._stopping:
+            return
+        with self._telling():
+            if task.cancelled():
+                self._scheduler.refuse(position, time.monotonic())
+            else:
+                task.result()
+        self._pump()
+
+    async def _generate(self, position: int, samples: list[int], engine: int) -> Group | None:
         """The complete group; None if it came to nothing."""
-        prompt, kept = self._prompt(position), []
-        keep, fate = self._config.rollout.group_size, "running"
-        while samples and fate != "complete":
+        prompt, kept, fate = self._prompt(position), [], "running"
+        while samples and fate == "running":
             began = self._scheduler.version
-            outcome = await self._ask(position, prompt, samples, keep - len(kept), engine)
-            samples = []
+            outcome = await self._ask(position, prompt, samples, self._config.rollout.group_size - len(kept), engine)
+            samples, unneeded = [], sum(outcome.cut.values())
             for sample in outcome.samples:
-                kept.append(sample)
-                cut.append(len(sample.response_tokens))
-                fate = self._scheduler.sample_done(position, sample.index, len(sample.response_tokens), self._oldest(sample, began))
-                if fate != "running":
-                    break
+                length = len(sample.response_tokens)
+                if fate == "running":
+                    kept.append(sample)
+                    fate = self._scheduler.sample_done(position, sample.index, length, self._oldest(sample, began))
+                else:
+                    unneeded += length
             for index, (reason, tokens) in outcome.failed.items():
-                if fate == "running" and (fate := self._scheduler.sample_failed(position, index, "unproved", tokens)) == "again":
+                logger.warning("completion %d of group %d is begun anew or left out: %s", index, position, reason)
+                if fate != "running":
+                    self._scheduler.wasted(position, "unproved", tokens)
+                elif (fate := self._scheduler.sample_failed(position, index, "unproved", tokens)) == "again":
                     samples, fate = [*samples, index], "running"
-                logger.warning("a completion of group %d is begun anew or left out: %s", position, reason)
-            if tokens := sum(outcome.cut.values()):
-                self._scheduler.wasted(position, "oversampled", tokens)
+            if unneeded:
+                self._scheduler.wasted(position, "oversampled", unneeded)
         if fate == "aborting":
-            self._scheduler.refuse(position, time.monotonic(), cut=cut)
             return None
         return Group(prompt.id, prompt.answer, [msgspec.structs.replace(sample, index=number) for number, sample in enumerate(kept)])
 
     async def _ask(self, position: int, prompt: Prompt, samples: list[int], keep: int, engine: int) -> Outcome:
         """Have an engine generate; what one that dies was doing is done again, when all engines hold a version."""
         while True:
+            if position not in self._busy:  # its dispatch has seen to this the first time
+                await self._until(lambda: not self._held and self._trouble is None)
+                engine = min(engine, len(self._engines) - 1)
+                self._occupy(position, engine, len(samples))
             self._calls += 1
-            actor, sampling = self._engines[engine], replace(self._sampling, shares=self._scheduler.version)
-            call = actor.some.remote(msgspec.msgpack.encode(prompt), sampling, samples, keep, f"g{position}.{self._calls}")
-            self._running(engine, len(samples))
+            engines, sampling = self._engines, replace(self._sampling, shares=self._scheduler.version)
+            call = engines[engine].some.remote(msgspec.msgpack.encode(prompt), sampling, samples, keep, f"g{position}.{self._calls}")
             try:
                 return msgspec.msgpack.decode(await call, type=Outcome)
             except asyncio.CancelledError:
                 ray.cancel(call)
                 raise
-            except (RayActorError, RayTaskError) as error:
-                found = (
-                    own_error(error, f"engine {engine}")
-                    if isinstance(error, RayTaskError)
-                    else EngineError(f"engine {engine} died: {error}")
-                )
-                if not isinstance(found, EngineError):
-                    raise found from error
-                self._fail(found)
+            except RayActorError as error:
+                found: MoerlError = EngineError(f"engine {engine} died: {error}")
+            except RayTaskError as error:
+                found = own_error(error, f"engine {engine}")
             finally:
-                self._running(engine, -len(samples))
-            await self._until(lambda: not self._held and self._trouble is None)
-            engine = engine if engine < len(self._engines) else 0
+                self._release(position)
+            if not isinstance(found, EngineError):
+                raise found
+            if engines is self._engines:  # else it has been replaced before this came to light
+                self._fail(found)
 
     async def _reward(self, position: int, group: Group) -> None:
         try:
@@ -276,15 +319,30 @@ class Stream:
             )
         return min(versions)
 
-    def _running(self, engine: int, change: int) -> None:
-        self._load[engine] += change
-        self._meter.running.set(time.monotonic(), self._load.total())
+    def _occupy(self, position: int, engine: int, completions: int) -> None:
+        self._busy[position] = engine, completions
+        self._meter.running.set(time.monotonic(), sum(count for _, count in self._busy.values()))
 
-    def _fail(self, error: MoerlError) -> None:
-        """Nothing more begins; whoever asks for groups hears why."""
-        if self._trouble is None:
-            self._trouble, self._held = error, True
+    def _release(self, position: int) -> None:
+        self._busy.pop(position, None)
+        self._meter.running.set(time.monotonic(), sum(count for _, count in self._busy.values()))
         self._changed.set()
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing more begins; whoever asks for groups hears why. Engines can be replaced, so any other trouble counts more."""
+        if self._trouble is None or (isinstance(self._trouble, EngineError) and not isinstance(error, EngineError)):
+            self._trouble = error if isinstance(error, MoerlError) else RolloutError(f"{type(error).__name__}: {error}")
+            self._held = True
+        self._changed.set()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """The trainer must hear of what goes wrong inside, or it waits for nothing."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("the stream of groups ends")
+            self._fail(error)
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():

@@ -40,7 +40,8 @@ class Streamed:
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], sampling: Sampling, folder: Path, *, step: int, position: int):
         self._config = config
-        self._arguments = config, msgspec.msgpack.encode(list(prompts)), sampling, str(folder.resolve()), step, position
+        self._arguments = config, msgspec.msgpack.encode(list(prompts)), sampling
+        self._begins = str(folder.resolve()), step, position
         self._actor: Any = None
         self._ahead: tuple[int, Any] | None = None
 
@@ -49,7 +50,7 @@ class Streamed:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=here)(Stream).remote(*self._arguments)
         try:
-            self._get(self._actor.start.remote(), "the stream of groups to start", _START_TIMEOUT_S)
+            self._get(self._actor.start.remote(*self._begins), "the stream of groups to start", _START_TIMEOUT_S)
         except BaseException:
             self.stop()
             raise
@@ -60,7 +61,7 @@ class Streamed:
 
     def use(self, engines: Sequence[Any]) -> None:
         """These engine actors are there now; they are used from the next publication on."""
-        self._ahead = None
+        self._ahead = None  # it may have failed with the engines; a step that was handed out is handed out again
         self._get(self._actor.use.remote(list(engines)), "the stream to take the engines", _CONTROL_TIMEOUT_S)
 
     def announce(self, version: int) -> None:
@@ -88,6 +89,7 @@ class Streamed:
             EngineError, TaskError, RolloutError: why they will not come. WaitTimeout: they did not come in time.
         """
         ahead, self._ahead = self._ahead, None
+        self.doing("wait_groups")
         call = ahead[1] if ahead is not None and ahead[0] == step else self._actor.take.remote(step)
         encoded, figures = self._get(call, f"the groups of step {step}", self._config.parallel.timeout_s)
         if not last:

@@ -22,6 +22,8 @@ REWARDS = ("math_verify", "exact_integer")
 """Rewards that have a short name; any other is `package.module:function`."""
 TIS, MIS = ("tis", "tis_sequence"), ("mis", "mis_sequence")
 """Corrections that read `tis_cap` and `mis_cap`."""
+MASK_TOKENS = 4096
+"""SGLang's own `sampling_mask_max_tokens`: how many kept tokens of a position it reports at most."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,29 @@ def sampling(check: Check) -> Iterator[Problem]:
         )
 
 
+def truncation(check: Check) -> Iterator[Problem]:
+    """SGLang reports which tokens it kept only for a finite top-k, and only so many of them."""
+    rollout = check.config.rollout
+    limit = check.config.sglang.get("sampling_mask_max_tokens", MASK_TOKENS)
+    if rollout.top_p < 1 and rollout.top_k == -1:
+        yield Problem(
+            ("rollout.top_p", "rollout.top_k"),
+            f"rollout.top_p {rollout.top_p:g} needs a finite rollout.top_k as well, from 2 to {limit}: without one SGLang does not report "
+            "which tokens it kept, and the trainer could not be put on the same ones; a large top_k leaves the choice to top_p",
+        )
+    if rollout.top_k in (0, 1):
+        yield Problem(
+            ("rollout.top_k",),
+            f"rollout.top_k {rollout.top_k} leaves no choice, and a group's completions could not differ: expected -1 or at least 2",
+        )
+    if isinstance(limit, int) and rollout.top_k > limit:
+        yield Problem(
+            ("rollout.top_k",),
+            f"rollout.top_k {rollout.top_k} is more than the {limit} tokens of a position that SGLang reports as kept: lower it, or raise "
+            "sglang.sampling_mask_max_tokens",
+        )
+
+
 def token_budgets(check: Check) -> Iterator[Problem]:
     config = check.config
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
@@ -125,6 +150,13 @@ def token_budgets(check: Check) -> Iterator[Problem]:
         yield Problem(
             (*reads, "train.tokens_per_microbatch"),
             f"train.tokens_per_microbatch {config.train.tokens_per_microbatch} cannot hold one sequence: {sentence}",
+        )
+    margin = config.objective.overlong_margin_tokens
+    if margin >= rollout.max_new_tokens:
+        yield Problem(
+            ("objective.overlong_margin_tokens", "rollout.max_new_tokens"),
+            f"objective.overlong_margin_tokens {margin} would punish completions of every length up to rollout.max_new_tokens "
+            f"{rollout.max_new_tokens}: lower it below that, or set it to 0",
         )
 
 
@@ -360,6 +392,7 @@ def _template_fields(template: str) -> list[tuple[str, str | None, str | None, s
 RULES: tuple[Callable[[Check], Iterator[Problem]], ...] = (
     parallel_sizes,
     sampling,
+    truncation,
     token_budgets,
     buffering,
     waits,

@@ -70,6 +70,11 @@ class Rollout(Section):
     max_prompt_tokens: Positive = 512
     max_new_tokens: Positive = 512
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the fewest likeliest tokens that hold this much probability. The engine then says which tokens it kept, and engine,
+    trainer and reference are compared within those; entropy stays that of the whole vocabulary. Needs a finite top_k."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample from this many likeliest tokens, as for top_p; -1: from all. Evaluations always sample from the whole vocabulary."""
     request_timeout_s: Seconds = 300.0
     trace_codec: Literal["narrow", "packed", "set"] = "narrow"
     """How routes travel and are stored: narrow is fastest; packed drops unused bits; set is smallest and drops the slots' order."""
@@ -192,6 +197,8 @@ class Objective(Section):
     """What rewards are compared with: the mean of the prompt's group, or that of its other completions."""
     normalize_std: bool = True
     """Divide group advantages by the group's standard deviation (false: Dr. GRPO)."""
+    overlong_margin_tokens: NonNegative = 0
+    """Lower the rewards of the completions that come nearer than this to `rollout.max_new_tokens`, linearly by up to 1 (DAPO). 0: none."""
     length_normalization: Literal["tokens", "sequences", "constant"] = "tokens"
     """What the loss is a mean over. tokens: all of the batch, equally. sequences: each sequence's mean, equally, as in GRPO and GSPO.
     constant: as tokens, but divided by sequences times `rollout.max_new_tokens`, so that no step's lengths scale it (Dr. GRPO)."""
@@ -302,6 +309,12 @@ class Observe(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     heartbeat_s: Seconds = 30.0
     """A wait that lasts longer says so every this many seconds."""
+    alarm_min_ess: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Raise an alarm where the effective sample size of a step's tokens, or of those of one lag, is below this share. 0: never."""
+    alarm_max_kl: Annotated[float, Field(ge=0)] = 0.1
+    """Raise an alarm where the KL from the engines' policy to the trainer's, in nats per token, is above this. 0: never."""
+    alarm_every_steps: NonNegative = 20
+    """An alarm that goes on is shown again after so many steps. 0: alarms are counted (metric `alarms`), but not shown."""
 
 
 class Require(Section):

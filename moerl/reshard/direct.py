@@ -58,14 +58,21 @@ class Moved:
 
 @dataclass
 class _Session:
-    """A plan and the group it is carried out in."""
+    """A plan and the group it is carried out in.
+
+    Attributes:
+        plan: this rank's part; the whole of a large cluster's is large.
+        buckets: of the whole plan.
+        held: the version that every engine rank holds through this session.
+    """
 
     plan: Plan
+    buckets: int
     sender: Sender
     transport: Transport
     group: sync_group.SyncGroup
     epoch: int
-    held: int | None = None  # the version that every engine rank holds through this session
+    held: int | None = None
 
 
 class Direct:
@@ -129,7 +136,7 @@ class Direct:
         return Moved(
             wire_nbytes=sum(sent.wire_nbytes for sent in self._sent),
             minimum_nbytes=session.plan.minimum_bytes,
-            buckets=len(session.plan.buckets),
+            buckets=session.buckets,
             changed_share=changed / units if units else None,
             received=tuple((each.wire_nbytes, each.nbytes) for each in received),
         )
@@ -246,7 +253,7 @@ class Direct:
             group = sync_group.join(mine, name, backend, world, deadline, rank=self._rank, interrupt=interrupt)
             transport = open_transport(kind, group, self._rank, plan.bucket_bytes, plan.nodes)
             sender = Sender(plan, self._rank, keeps=self._settings.delta)
-            self._session = _Session(plan, sender, transport, group, epoch)
+            self._session = _Session(plan.only(sender=self._rank), len(plan.buckets), sender, transport, group, epoch)
 
         crew.all(meet, deadline)
         crew.first(lambda: replies.wait(deadline) and None, deadline)

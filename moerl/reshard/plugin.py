@@ -188,8 +188,13 @@ class Rank:
         return self._joined().read_back()
 
     def _commit(self, order: orders.Commit) -> None:
-        _forget_cache(self._manager.scheduler)
+        from sglang.srt.runtime_context import get_serving
+
+        scheduler, before = self._manager.scheduler, get_serving().weight_version
+        _forget_cache(scheduler)
         self._manager.record_weight_version_after_update(str(order.version))
+        if before != str(order.version):
+            _name_pending_tokens(scheduler, before)
         if self._receiver is not None:
             self._receiver.version = order.version
 
@@ -207,6 +212,23 @@ def _forget_cache(scheduler: Any) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     scheduler.tree_cache.evict(EvictParams(num_tokens=sys.maxsize))
+
+
+def _name_pending_tokens(scheduler: Any, version: str) -> None:
+    """Tokens that were computed before a pause in place, but not yet handed to their requests, are of the version before the update.
+
+    SGLang counts the tokens that a request has when its version changes, and those come later.
+    """
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    for batch, _ in getattr(scheduler, "result_queue", ()):
+        for request in batch.reqs:
+            if request.finished() or request.is_retracted or request.inflight_middle_chunks > 0:
+                continue  # its result holds no token for it
+            events, count = request.weight_version_events, len(request.output_ids) + 1
+            if events and events[-1].old_version == version and events[-1].num_output_tokens == count - 1:
+                events.pop()
+            events.append(WeightVersionEvent(old_version=version, num_output_tokens=count))
 
 
 def _stale(model: Any) -> list[str]:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from moerl.errors import RolloutError
+from moerl.rollout.mask import SamplingMask, check, join, of_rows, to_bytes, unrestricted
 from moerl.rollout.sample import Prompt, Sample
 from moerl.routing.codec import NARROW, Codec
 from moerl.routing.group import codec_of
@@ -37,6 +38,7 @@ def to_sample(
     version: int | None = None,
     engine: int = 0,
     codec: Codec = NARROW,
+    vocab: int | None = None,
 ) -> Sample:
     """Check one reply of `/generate` and convert it.
 
@@ -46,12 +48,14 @@ def to_sample(
         layers: decoder layers of the model, dense ones included.
         version: the weight version that the engine was promised to serve; None accepts any.
         codec: how the routes are stored in the sample.
+        vocab: size of the vocabulary, where the engine was asked to cut its distribution by top-p or top-k: the reply must then say which
+            tokens it kept, and the sample's logprobs are those within them. None where it sampled from the whole.
 
     Raises:
-        RolloutError: tokens, logprobs, routes and versions do not fit together.
+        RolloutError: tokens, logprobs, sampling mask, routes and versions do not fit together.
     """
     name = f"sample {index} of prompt {prompt.id}"
-    read = _read(reply, prompt.tokens, version, name)
+    read = _read(reply, prompt.tokens, version, name, vocab)
     return Sample(
         prompt_id=prompt.id,
         index=index,
@@ -63,6 +67,7 @@ def to_sample(
         text=read.text,
         finish_reason=read.finish_reason,
         engine=engine,
+        mask=_record(read.mask),
     )
 
 
@@ -94,27 +99,30 @@ def to_trace(
     return _trace(_read(reply, prompt_tokens, version, name), start, layout, layers, name)
 
 
-def extend(sample: Sample, reply: dict[str, Any], layout: Layout, *, layers: int, version: int | None = None) -> Sample:
+def extend(
+    sample: Sample, reply: dict[str, Any], layout: Layout, *, layers: int, version: int | None = None, vocab: int | None = None
+) -> Sample:
     """A sample that was interrupted, and what a later request added to it.
 
     The request's prompt is all of `sample.tokens`, and its `routes_from` the rows that the sample has (`len(sample.tokens) - 1`). What
-    the sample holds stays as it is: each of its tokens keeps the logprob, row and version of the pass that sampled it.
+    the sample holds stays as it is: each of its tokens keeps the logprob, mask, row and version of the pass that sampled it.
 
     Args:
         layers: decoder layers of the model, dense ones included.
         version: that the added tokens must come from; None accepts any.
+        vocab: as for `to_sample`.
 
     Returns:
         The whole sample, its routes stored as the given one's (none, if it has none). Its text is that of both parts in turn.
 
     Raises:
-        RolloutError: the sample had ended, or the reply does not go on where it stopped.
+        RolloutError: the sample had ended, its own mask is not that of its tokens, or the reply does not go on where it stopped.
         TraceError: the sample's own routes do not prove themselves.
     """
     name = f"sample {sample.index} of prompt {sample.prompt_id}"
     if sample.finish_reason == "stop":
         raise RolloutError(f"{name} ended with its stop token, so nothing can be added to it; resume samples that were cut off")
-    read = _read(reply, sample.tokens.tolist(), version, name)
+    read = _read(reply, sample.tokens.tolist(), version, name, vocab)
     trace = b""
     if sample.trace:
         before = sample.load_trace()
@@ -128,17 +136,19 @@ def extend(sample: Sample, reply: dict[str, Any], layout: Layout, *, layers: int
         versions=list(join_runs(had, len(sample.response_tokens), tuple(VersionRun(*run) for run in read.versions))),
         text=sample.text + read.text,
         finish_reason=read.finish_reason,
+        mask=_record(join([sample.load_mask(), read.mask])),
     )
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """One reply whose tokens, logprobs and versions fit together.
+    """One reply whose tokens, logprobs, sampling mask and versions fit together.
 
     Attributes:
         prompt: int[p] tokens that were sent.
         tokens: int[r] that came back.
         logprobs: raw little-endian float32[r].
+        mask: of the r tokens.
         versions: (weight version, start, stop) runs over the r tokens.
         meta: the reply's `meta_info`.
     """
@@ -146,13 +156,14 @@ class _Reply:
     prompt: Sequence[int]
     tokens: list[int]
     logprobs: bytes
+    mask: SamplingMask
     versions: list[tuple[int, int, int]]
     text: str
     finish_reason: str
     meta: dict[str, Any]
 
 
-def _read(reply: dict[str, Any], prompt: Sequence[int], version: int | None, name: str) -> _Reply:
+def _read(reply: dict[str, Any], prompt: Sequence[int], version: int | None, name: str, vocab: int | None = None) -> _Reply:
     try:
         meta = reply["meta_info"]
         tokens, pairs, finish = reply["output_ids"], meta["output_token_logprobs"], meta["finish_reason"]["type"]
@@ -166,7 +177,35 @@ def _read(reply: dict[str, Any], prompt: Sequence[int], version: int | None, nam
         raise RolloutError(f"{name}: the engine saw {prompt_size} prompt tokens, {len(prompt)} were sent")
     if not tokens:
         raise RolloutError(f"{name}: the engine returned no tokens (finish reason {finish}); was the request aborted while it waited?")
-    return _Reply(prompt, tokens, _logprobs(pairs, tokens, name), _versions(spans, len(tokens), name, version), text, finish, meta)
+    if [pair[1] for pair in pairs] != tokens:
+        raise RolloutError(f"{name}: logprobs are of other tokens than the response ({len(pairs)} logprobs, {len(tokens)} tokens)")
+    values, mask = [pair[0] for pair in pairs], unrestricted(len(tokens))
+    if vocab is not None:
+        values, mask = _truncated(meta, tokens, vocab, name)
+    return _Reply(prompt, tokens, _logprobs(values, name), mask, _versions(spans, len(tokens), name, version), text, finish, meta)
+
+
+def _truncated(meta: dict[str, Any], tokens: list[int], vocab: int, name: str) -> tuple[list[float], SamplingMask]:
+    """(logprobs within the tokens that the engine kept, which these are)"""
+    try:
+        values, rows = meta["output_token_sampling_logprobs"], meta["output_token_sampling_mask"]
+    except KeyError as error:
+        raise RolloutError(
+            f"{name}: the engine was to cut its distribution by top-p or top-k, but its reply lacks {error}; expected meta_info with "
+            "output_token_sampling_mask and output_token_sampling_logprobs (SGLang >= 0.5.23, return_sampling_mask sent)"
+        ) from error
+    if not len(values) == len(rows) == len(tokens):
+        got = f"{len(values)} logprobs and {len(rows)} rows of a sampling mask"
+        raise RolloutError(f"{name}: expected one logprob and one row of kept tokens for each of {len(tokens)} response tokens, got {got}")
+    mask = check(of_rows(rows), np.asarray(tokens), vocab, name)
+    if len(empty := np.flatnonzero(mask.lengths == 0)):
+        raise RolloutError(f"{name}: the engine kept no token at all where it sampled response token {empty[0]} ({len(empty)} such rows)")
+    return values, mask
+
+
+def _record(mask: SamplingMask) -> bytes:
+    """As a sample stores it: nothing, where nothing is restricted."""
+    return to_bytes(mask) if len(mask.ids) else b""
 
 
 def _trace(read: _Reply, start: int, layout: Layout, layers: int, name: str) -> Trace:
@@ -254,11 +293,9 @@ def _versions(spans: Any, tokens: int, name: str, promised: int | None) -> list[
     return runs
 
 
-def _logprobs(pairs: Any, tokens: list[int], name: str) -> bytes:
-    """Little-endian float32 of `[[logprob, token id, …], …]`, checked against the tokens."""
-    if [pair[1] for pair in pairs] != tokens:
-        raise RolloutError(f"{name}: logprobs are of other tokens than the response ({len(pairs)} logprobs, {len(tokens)} tokens)")
-    for position, pair in enumerate(pairs):
-        if pair[0] is None or not math.isfinite(pair[0]) or pair[0] > 1e-4:
-            raise RolloutError(f"{name}: logprob {pair[0]} of response token {position} is not a finite number <= 0")
-    return np.asarray([pair[0] for pair in pairs], dtype="<f4").tobytes()
+def _logprobs(values: Sequence[float | None], name: str) -> bytes:
+    """Little-endian float32."""
+    for position, value in enumerate(values):
+        if value is None or not math.isfinite(value) or value > 1e-4:
+            raise RolloutError(f"{name}: logprob {value} of response token {position} is not a finite number <= 0")
+    return np.asarray(values, dtype="<f4").tobytes()

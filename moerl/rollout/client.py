@@ -63,6 +63,8 @@ class EngineClient:
         routes: bool,
         routes_from: int = 0,
         version: int | None = None,
+        top_p: float = 1.0,
+        top_k: int = -1,
     ) -> list[dict[str, Any]]:
         """One completion per prompt in one HTTP request; raw replies in the order of `prompts`.
 
@@ -73,11 +75,14 @@ class EngineClient:
                 that this one resumes; at most `len(prompt) - 1`, the row of the first sampled token.
             version: of the weights that are meant to answer. Prefixes are shared only among requests of one version, so that none reads
                 what another version computed, whatever is left in the engine's cache.
+            top_p, top_k: what to cut the distribution to; 1 and -1 leave it whole. With either, the reply also holds which tokens were
+                kept at each position, and logprobs within them (SGLang refuses a top_p without a finite top_k).
         """
         body = {
             "rid": list(rids),
             "input_ids": [list(tokens) for tokens in prompts],
             "return_logprob": True,
+            "return_sampling_mask": top_p < 1 or top_k > 0,
             "return_routed_experts": routes,
             "routed_experts_start_len": routes_from,
             "extra_key": None if version is None else f"version {version}",
@@ -86,8 +91,8 @@ class EngineClient:
             "sampling_params": {
                 "max_new_tokens": max_new_tokens,
                 "temperature": temperature,
-                "top_p": 1.0,
-                "top_k": -1,
+                "top_p": top_p,
+                "top_k": top_k,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
             },
@@ -171,6 +176,10 @@ class EngineClient:
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {}, self.request_timeout_s)
+
+    async def slow_down(self, forward_s: float) -> None:
+        """Make every forward pass take so much longer, for measurements; 0 ends it."""
+        await self._post("/slow_down", {"forward_sleep_time": forward_s}, self.request_timeout_s)
 
     async def version(self) -> int:
         """The weight version that the engine serves."""

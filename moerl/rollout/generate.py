@@ -48,6 +48,8 @@ class Sampling:
         shares: prefixes are shared among requests that name the same version here.
         retracted: requests that span weight versions were recomputed at the update, see the module.
         codec: how the routes are stored in the samples.
+        top_p, top_k: what the engine cuts its distribution to; 1 and -1 leave it whole.
+        vocab: size of the model's vocabulary; needed with top_p or top_k, whose masks are checked against it.
     """
 
     max_new_tokens: int
@@ -59,11 +61,24 @@ class Sampling:
     shares: int | None = None
     retracted: bool = False
     codec: Codec = NARROW
+    top_p: float = 1.0
+    top_k: int = -1
+    vocab: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether samples carry the tokens that were kept at each position, and logprobs within them."""
+        return self.top_p < 1 or self.top_k > 0
+
+    @property
+    def checks(self) -> dict[str, Any]:
+        """Options of `to_sample` and `extend`."""
+        return {"layers": self.layers, "version": self.version, "vocab": self.vocab if self.truncates else None}
 
     def request(self, used: int = 0, **options: Any) -> dict[str, Any]:
         """Options of a request for what is left after `used` tokens."""
         key = self.version if self.shares is None else self.shares
-        common = {"temperature": self.temperature, "routes": self.routes, "version": key}
+        common = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "routes": self.routes, "version": key}
         return {"max_new_tokens": self.max_new_tokens - used, **common, **options}
 
 
@@ -203,26 +218,27 @@ async def _complete(
     engine: int,
     enough: asyncio.Event,
 ) -> Sample | int:
-    """The sample that a reply begins, resumed until it has ended by itself; the number of its tokens, if that was not to be.
+    """The sample that a reply begins, resumed until it has ended by itself; the number of tokens spent on it, if that was not to be.
 
     Args:
         rids, at: `rids[at]` is the id of the sample's request; every new request changes it.
     """
-    sample, rid = None, rids[at]
+    sample, rid, spent = None, rids[at], 0
     for attempt in range(_MAX_RESUMES):
+        spent += len(reply["output_ids"])
         if not _is_lost(reply, sampling):
             if sample is None:
-                options = {"layers": sampling.layers, "routes": sampling.routes, "version": sampling.version, "codec": sampling.codec}
+                options = {"routes": sampling.routes, "codec": sampling.codec, **sampling.checks}
                 sample = to_sample(reply, prompt, index, sampling.layout, engine=engine, **options)
             else:
-                sample = extend(sample, reply, sampling.layout, layers=sampling.layers, version=sampling.version)
+                sample = extend(sample, reply, sampling.layout, **sampling.checks)
         used = 0 if sample is None else len(sample.response_tokens)
         if sample is not None and sample.finish_reason == "abort" and used == sampling.max_new_tokens:
             sample = msgspec.structs.replace(sample, finish_reason="length")
         if sample is not None and sample.finish_reason != "abort":
             return _without_overwritten(sample) if sampling.retracted else sample
         if enough.is_set():
-            return max(used, len(reply["output_ids"]))
+            return spent
         tokens = prompt.tokens if sample is None else sample.tokens.tolist()
         rids[at] = f"{rid}.{attempt + 1}"
         options = sampling.request(used, routes_from=0 if sample is None else len(tokens) - 1)
@@ -231,9 +247,11 @@ async def _complete(
 
 
 def _is_lost(reply: dict[str, Any], sampling: Sampling) -> bool:
-    """Whether a cut-off reply holds nothing that can be kept: no token, or tokens whose routes the engine dropped while it waited."""
+    """Whether a cut-off reply holds nothing to keep: no token, or tokens whose routes or mask the engine dropped while it waited."""
     meta = reply["meta_info"]
-    return meta["finish_reason"]["type"] == "abort" and (not reply["output_ids"] or (sampling.routes and not meta.get("routed_experts")))
+    wanted = {"routed_experts": sampling.routes, "output_token_sampling_mask": sampling.truncates}
+    dropped = any(asked and not meta.get(name) for name, asked in wanted.items())
+    return meta["finish_reason"]["type"] == "abort" and (not reply["output_ids"] or dropped)
 
 
 def _without_overwritten(sample: Sample) -> Sample:

@@ -20,6 +20,8 @@ from moerl.errors import RolloutError, TraceError
 from moerl.routing.record import open_record, seal
 
 MAGIC = b"MOEMASK1"
+ANY_VOCABULARY = 1 << 32
+"""Size to check against where the ids were checked against the model's when they were recorded."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ is the record of `routing.trace.Trace`; token *i* of the response was predicted 
 import msgspec
 import numpy as np
 
+from moerl.rollout.mask import ANY_VOCABULARY, SamplingMask, check, from_bytes, unrestricted
 from moerl.routing.trace import Trace
 
 
@@ -27,7 +28,9 @@ class Sample(msgspec.Struct):
         response_tokens: int[r], the stop token included.
         logprobs: raw little-endian float32[r], of the response tokens under the engine's sampling distribution.
         trace: routing record of p + r - 1 rows; empty when routes were not requested (evaluation).
-        version: (weight version, start, stop) runs over the response tokens.
+        mask: record of the tokens that top-p or top-k left to choose from, a row per response token (`rollout.mask`), within which the
+            logprobs are; empty where all were sampled from the whole vocabulary.
+        versions: (weight version, start, stop) runs over the response tokens.
         finish_reason: "stop", "length" or "abort".
     """
 
@@ -42,6 +45,7 @@ class Sample(msgspec.Struct):
     finish_reason: str
     engine: int = 0
     reward: float = 0.0
+    mask: bytes = b""
 
     @property
     def tokens(self) -> np.ndarray:
@@ -56,6 +60,17 @@ class Sample(msgspec.Struct):
     def load_trace(self) -> Trace:
         """Parse the record and check that it belongs to these tokens."""
         return Trace.from_bytes(self.trace).check_tokens(self.tokens)
+
+    def load_mask(self) -> SamplingMask:
+        """The sampling mask of the response tokens, checked against them; unrestricted rows where there is no record.
+
+        Raises:
+            RolloutError: the record is damaged, or that of other tokens.
+        """
+        if not self.mask:
+            return unrestricted(len(self.response_tokens))
+        name = f"sample {self.index} of prompt {self.prompt_id}"
+        return check(from_bytes(self.mask), np.asarray(self.response_tokens), ANY_VOCABULARY, name)
 
 
 class Group(msgspec.Struct):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moerl.errors import TrainError
+from moerl.rollout.mask import SamplingMask, join, place, take, unrestricted
 from moerl.routing import shard
 from moerl.routing.layout import Layout, filler_routes
 
@@ -28,6 +29,7 @@ class Sequence:
         routes: uint8|uint16[n - 1, moe_layer, k], zero where not recorded; None without any.
         columns: float32[n - 1] arrays by name, aligned with the labels.
         recorded: bool[n - 1] rows whose routes are replayed; None where all are.
+        sampling_mask: n - 1 rows, which tokens each label was sampled from; None where nothing was cut off.
     """
 
     tokens: np.ndarray
@@ -35,6 +37,7 @@ class Sequence:
     routes: np.ndarray | None
     columns: dict[str, np.ndarray]
     recorded: np.ndarray | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Microbatch:
         real: bool[n] False at padding.
         columns: further float32[n] arrays by name, zero where they don't apply: advantages, engine_logprobs, ...
         forced: bool[n] False at rows that choose their own experts even under replay; None where none does.
+        sampling_mask: n rows, as in `Sequence`; None where no sequence has one.
     """
 
     tokens: np.ndarray
@@ -62,6 +66,7 @@ class Microbatch:
     real: np.ndarray
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     forced: np.ndarray | None = None
+    sampling_mask: SamplingMask | None = None
 
     @property
     def size(self) -> int:
@@ -80,6 +85,7 @@ class Part:
         routes: uint8|uint16[n_router, layers here, k] in router order, or None.
         router_real: bool[n_router].
         forced: bool[n_router], or None where all rows are.
+        sampling_mask: n_local rows, or None.
     """
 
     cu_seqlens: np.ndarray
@@ -91,6 +97,7 @@ class Part:
     routes: np.ndarray | None
     router_real: np.ndarray
     forced: np.ndarray | None
+    sampling_mask: SamplingMask | None
 
 
 def pack(
@@ -147,6 +154,7 @@ def cut(microbatch: Microbatch, place: shard.Place) -> Part:
         routes=None if microbatch.routes is None else shard.cut(microbatch.routes, microbatch.cu_seqlens, place),
         router_real=microbatch.real[router],
         forced=None if microbatch.forced is None else microbatch.forced[router],
+        sampling_mask=None if microbatch.sampling_mask is None else take(microbatch.sampling_mask, local),
     )
 
 
@@ -183,7 +191,15 @@ def _lay_out(items: Seq[Sequence], multiple: int, layout: Layout) -> Microbatch:
             known = slice(None) if item.recorded is None else item.recorded
             routes[rows][known] = item.routes[known]
             forced[rows] = known if item.recorded is not None else True
-    return Microbatch(tokens, labels, positions, ends, mask, routes, real, columns, None if forced.all() else forced)
+    kept = _join_masks([item.sampling_mask for item in items], lengths)
+    return Microbatch(tokens, labels, positions, ends, mask, routes, real, columns, None if forced.all() else forced, kept)
+
+
+def _join_masks(masks: Seq[SamplingMask | None], lengths: Seq[int]) -> SamplingMask | None:
+    """Each padded to its sequence's length."""
+    if all(mask is None for mask in masks):
+        return None
+    return join([place(mask or unrestricted(0), 0, length) for mask, length in zip(masks, lengths, strict=True)])
 
 
 def _grow(one: Microbatch, size: int, multiple: int, layout: Layout) -> Microbatch:
@@ -205,6 +221,7 @@ def _grow(one: Microbatch, size: int, multiple: int, layout: Layout) -> Microbat
         real=grown(one.real),
         columns={name: grown(column) for name, column in one.columns.items()},
         forced=None if one.forced is None else np.concatenate([one.forced, np.ones(rows, bool)]),
+        sampling_mask=_join_masks([one.sampling_mask, None], [one.size, rows]),
     )
 
 

@@ -4,7 +4,9 @@
 
 Each rank brings its own parts of its data-parallel replica's microbatches, and gets the outputs of its own rows back. Which experts
 run is not this module's business: passes are made within `replay.forced(...)` or `replay.recorded(...)`, or by themselves. The
-vocabulary is never gathered: log-probability and entropy are computed from tensor-parallel shards of the logits.
+vocabulary is never gathered: log-probability and entropy are computed from tensor-parallel shards of the logits. Every pass, the
+reference's too, gives the log-probability of a label within the tokens that the engine kept where it sampled it, if it kept only some:
+policies are compared on one support. Entropy is that of the whole vocabulary: it is what may bring a token back that was cut off.
 
 Invariants: gradients are those of (sum of all loss sums) / (sum of all token counts) over every microbatch of every
 data-parallel rank; gradient buffers are cleared at the start of a pass; outputs are the same on all tensor-parallel ranks.
@@ -22,7 +24,7 @@ from moerl.errors import TrainError
 from moerl.routing.chooser import Routes
 from moerl.train.batch import Part
 from moerl.train.megatron import Ranks, unwrap
-from moerl.train.vocabulary import logprob_and_entropy
+from moerl.train.vocabulary import logprob_and_entropy, logprobs_within
 
 if TYPE_CHECKING:
     from moerl.train.layers import Packing
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TokenOutputs:
     """Attributes:
-    logprobs: float32[n_local] of each row's label under the temperature-scaled distribution.
-    entropy: float32[n_local] of that distribution, in nats.
+    logprobs: float32[n_local] of each row's label under the temperature-scaled distribution over the tokens that the engine kept.
+    entropy: float32[n_local] of the temperature-scaled distribution over the whole vocabulary, in nats.
     """
 
     logprobs: torch.Tensor
@@ -50,6 +52,7 @@ class LocalMicrobatch:
         packing: what attention and rotary embedding need.
         real: bool[n_router] in router order, False at padding.
         routes: of this rank's layers and router rows, or None.
+        kept: (ids int64[m], offsets int64[n_local + 1]) of the sampling mask, a row without ids being unrestricted; None: all rows are.
     """
 
     tokens: torch.Tensor
@@ -60,6 +63,7 @@ class LocalMicrobatch:
     packing: "Packing"
     real: torch.Tensor
     routes: Routes | None
+    kept: tuple[torch.Tensor, torch.Tensor] | None
 
     def with_column(self, name: str, column: torch.Tensor) -> "LocalMicrobatch":
         """With one more float32[n_local] column."""
@@ -101,6 +105,7 @@ def _localise(part: Part, number: int, ranks: Ranks) -> LocalMicrobatch:
 
     real = put(part.router_real)
     forced = None if part.forced is None else put(part.forced)
+    mask = part.sampling_mask
     return LocalMicrobatch(
         tokens=put(part.tokens),
         labels=put(part.labels),
@@ -110,6 +115,7 @@ def _localise(part: Part, number: int, ranks: Ranks) -> LocalMicrobatch:
         packing=pack(part.cu_seqlens, rank=ranks.cp[0], size=ranks.cp[1], microbatch=number, device=device),
         real=real,
         routes=None if part.routes is None else Routes(put(part.routes), real, forced),
+        kept=None if mask is None else (put(mask.ids.astype(np.int64)), put(mask.offsets)),
     )
 
 
@@ -228,4 +234,8 @@ def _head(
         logits = hidden.squeeze(1).float() @ weight.float().t()
     else:
         logits = output_layer(hidden_states, weight=output_weight)[0].squeeze(1).float()
-    return torch.stack(logprob_and_entropy(logits / temperature, labels_of.labels, vocab, group))
+    logits = logits / temperature
+    logprobs, entropy = logprob_and_entropy(logits, labels_of.labels, vocab, group)
+    if labels_of.kept is not None:
+        logprobs = logprobs_within(*labels_of.kept, logits, labels_of.labels, logprobs, group)
+    return torch.stack([logprobs, entropy])

@@ -21,7 +21,7 @@ from moerl.train.batch import Part, cut, equalise, pack
 from moerl.train.launch import Options
 from moerl.train.objective import group_advantages
 from moerl.train.run import Run, open_run
-from moerl.train.samples import sequences
+from moerl.train.samples import punish_overlong, sequences
 from moerl.train.source import Source, rollout_metrics
 from moerl.train.trainer import train_step
 
@@ -34,21 +34,25 @@ def train(config: Config, spec: ModelSpec, options: Options) -> None:
         if run.progress.step == 0:
             run.log(-1, evaluate(run))
         while run.progress.step < config.train.steps:
-            step = run.progress.step
-            with run.phase("rollout"):
-                groups, figures = on_engines(run, lambda source: source.groups(run.progress)) or (None, {})
-            with run.phase("pack"):
-                parts, fates = share(run, groups)
-            metrics = train_step(run.trainer, parts, step, run.phase)
-            run.progress = replace(
-                run.progress, step=step + 1, version=step + 1, position=run.progress.position + config.rollout.prompts_per_step
-            )
-            with run.phase("sync"):
-                metrics |= push(run)
-            with run.phase("checkpoint"):
-                save(run)
-            run.log(step, {**rollout_metrics(groups or []), **figures, **fates, **metrics, **evaluate(run)})
+            step_once(run)
         run.finish()
+
+
+def step_once(run: Run) -> None:
+    """One step of training, whose weights every engine then holds."""
+    config, step = run.config, run.progress.step
+    with run.phase("rollout"):
+        groups, figures = on_engines(run, lambda source: source.groups(run.progress)) or (None, {})
+    with run.phase("pack"):
+        parts, fates = share(run, groups)
+    metrics = train_step(run.trainer, parts, step, run.phase)
+    position = run.progress.position + config.rollout.prompts_per_step
+    run.progress = replace(run.progress, step=step + 1, version=step + 1, position=position)
+    with run.phase("sync"):
+        metrics |= push(run)
+    with run.phase("checkpoint"):
+        save(run)
+    run.log(step, {**rollout_metrics(groups or []), **figures, **fates, **metrics, **evaluate(run)})
 
 
 def on_engines[T](run: Run, work: Callable[[Source], T]) -> T | None:
@@ -71,12 +75,15 @@ def share(run: Run, groups: list[Group] | None) -> tuple[list[Part], dict[str, f
     """Pack on rank 0; every rank receives its rows and layers of the microbatches of its data-parallel replica, and only those.
 
     Returns:
-        (this rank's parts, on rank 0 what became of the routes).
+        (this rank's parts, on rank 0 what became of the rewards and routes).
     """
     config, trainer, parts, fates = run.config, run.trainer, None, {}
     if groups is not None:
-        routing = {"needed": config.replays_rollout, "version": run.progress.version}
+        masked = config.buffer.max_lag if config.buffer.policy == "mask" else None
+        routing = {"needed": config.replays_rollout, "version": run.progress.version, "max_lag": masked}
+        groups, shaped = punish_overlong(groups, config.rollout.max_new_tokens, config.objective.overlong_margin_tokens)
         items, fates = sequences(groups, trainer.layout, group_advantages(config.objective), config.replay, **routing)
+        fates |= shaped
         multiple = trainer.ranks.sequence_multiple
         replicas = pack(
             items,

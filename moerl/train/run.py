@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moerl.cluster.engines import EnginePool
 from moerl.config.schema import Config
 from moerl.models import ModelSpec
+from moerl.observe.alarms import alarms, due
 from moerl.observe.console import RunConsole
 from moerl.observe.logs import setup_logging
 from moerl.observe.sinks import Sinks, open_sinks
@@ -33,7 +34,7 @@ from moerl.train.export import export_hf
 from moerl.train.launch import Options, rollout_folder
 from moerl.train.progress import Progress
 from moerl.train.source import Live, Recorded, Source, open_live, prepare_folder
-from moerl.train.summary import check_requirements, read_metrics, summarise
+from moerl.train.summary import check_requirements, closing_rows, headline, read_metrics, summarise
 from moerl.train.trainer import Trainer, build
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Run:
 
     Attributes:
         places: (data-parallel rank, place within the replica) of every global rank.
+        alarmed: kind of alarm -> step at which it was last shown.
     """
 
     config: Config
@@ -59,6 +61,7 @@ class Run:
     console: RunConsole
     sinks: Sinks | None
     started: float
+    alarmed: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -69,12 +72,17 @@ class Run:
             yield
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write a step's metrics with the seconds of its phases, and show its line."""
+        """Write a step's metrics with the seconds of its phases, show its line, and say what is wrong with it."""
         metrics = {**metrics, "version": self.progress.version, **self.timer.take()}
         if self.sinks:
-            self.sinks.log(step, metrics)
+            found = alarms(metrics, self.config)
+            self.sinks.log(step, {**metrics, "alarms": len(found)})
             if "reward" in metrics or "loss" in metrics:
-                self.console.step(step, headline(metrics))
+                self.console.step(step, headline(metrics, ahead=self.config.buffer.max_lag > 0))
+            for kind, sentence in due(found, step, self.alarmed, self.config.observe.alarm_every_steps).items():
+                self.alarmed[kind] = step
+                self.console.message(f"  alarm: {sentence}")
+                log.warning("step %d: %s", step, sentence)
 
     def finish(self) -> None:
         """Export the weights, write `summary.json`, show what happened, and fail if the run had to achieve more."""
@@ -163,55 +171,3 @@ def _facts(config: Config, spec: ModelSpec, world: int, at: Progress, options: O
         "task": f"{config.task.kind} {config.task.name or config.task.path}, reward {config.task.reward}",
         "run folder": f"{config.run.dir}" + (f", continued after step {at.step}" if at.step else ""),
     }
-
-
-def headline(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The few figures of a step worth a line on the console."""
-    shown = {
-        "reward": "reward",
-        "held-out": "heldout_accuracy",
-        "flips": "natural_flip_share",
-        "agree": "replay_agreement",
-        "kl natural": "kl_natural",
-        "kl replay": "kl_replay",
-        "ess": "ess_replay",
-        "loss": "loss",
-        "version": "version",
-    }
-    line = {name: metrics[metric] for name, metric in shown.items() if metrics.get(metric) is not None}
-    if metrics.get("weights_checksum"):
-        line["version"] = f"{metrics['version']} ({metrics['weights_checksum'][:8]})"
-    return {**line, "s": sum(seconds for name, seconds in metrics.items() if name.startswith("time/"))}
-
-
-def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
-    """The summary as rows of a table."""
-
-    def span(before: str, after: str) -> str:
-        return f"{found[before]:.3f} -> {found[after]:.3f}"
-
-    def pair(name: str, scale: float = 1.0, form: str = ".1e", unit: str = "") -> str:
-        natural, replayed = (scale * found[f"{name}_{side}"] for side in ("natural", "replay"))
-        return f"{natural:{form}}{unit} natural, {replayed:{form}}{unit} replayed"
-
-    rows: dict[str, Any] = {"steps": f"{found['steps']} in {found['minutes']:.1f} min"}
-    if found["reward_start"] is not None:
-        rows["reward"] = span("reward_start", "reward_end")
-    if "heldout_start" in found:
-        rows["held-out accuracy, sampled"] = span("heldout_start", "heldout_end")
-        rows["held-out accuracy, greedy"] = span("heldout_greedy_start", "heldout_greedy_end")
-    if "natural_flip_share" in found:
-        rows["routes the trainer would change"] = f"{100 * found['natural_flip_share']:.1f} % of (token, layer) decisions"
-    if "replay_agreement" in found:
-        rows["routes agreeing under replay"] = f"{100 * found['replay_agreement']:.2f} %"
-    if "kl_replay" in found and "kl_natural" in found:
-        ratio = found["kl_natural"] / max(found["kl_replay"], 1e-12)
-        rows["KL(engine || trainer), k3"] = f"{pair('kl')} (1/{ratio:.0f})"
-        rows["mean |logprob difference|"] = pair("abs_diff")
-        rows["tokens, ratio outside 1/2..2"] = pair("extreme_share", 100, ".2f", " %")
-        rows["tokens, ratio outside 1/1.2..1.2"] = pair("wide_share", 100, ".2f", " %")
-    if "ess" in found:
-        rows["effective sample size"] = found["ess"]
-    if found["versions_consistent"] is not None:
-        rows["engine versions and checksums"] = "as pushed after every step" if found["versions_consistent"] else "INCONSISTENT"
-    return rows

@@ -152,6 +152,9 @@ def _sampling(config: Config, spec: ModelSpec) -> Sampling:
         spec.layers,
         retracted=config.sync.interrupt == "retract",
         codec=trace_codec(config, spec),
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        vocab=spec.vocab_size,
     )
 
 

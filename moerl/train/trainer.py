@@ -27,7 +27,7 @@ from moerl.routing.shard import Place
 from moerl.train import megatron, weights
 from moerl.train.batch import Part
 from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward, localise, sum_over_context
-from moerl.train.objective import Sequences, averages, grpo_loss, sequence_ids
+from moerl.train.objective import Sequences, averages, ess_by_lag, grpo_loss, sequence_ids
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 """Names and times a part of the step."""
@@ -216,7 +216,7 @@ def _with_column(local: list[LocalMicrobatch], name: str, columns: Sequence[torc
 
 
 def _forward_backward(trainer: Trainer, local: Sequence[LocalMicrobatch]) -> dict[str, Any]:
-    config, gaps = trainer.config, []
+    config, gaps, lags = trainer.config, [], []
 
     def loss_fn(outputs: TokenOutputs, rows: LocalMicrobatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         whole = {}
@@ -224,16 +224,18 @@ def _forward_backward(trainer: Trainer, local: Sequence[LocalMicrobatch]) -> dic
             whole = {"sequences": _sequences(rows, trainer.ranks), "budget_tokens": config.rollout.max_new_tokens}
         loss, denominator, sums = grpo_loss(config.objective, outputs.logprobs, outputs.entropy, rows.loss_mask, rows.columns, **whole)
         gaps.append(_trained_gap(rows, outputs.logprobs))
+        if config.buffer.max_lag:
+            lags.append(rows.columns["lag"][rows.loss_mask > 0].cpu().numpy())
         return loss, denominator, {**sums, "loss": loss, "denominator": denominator}
 
     results = forward_backward(trainer.model, local, trainer.ranks, loss_fn=loss_fn, **trainer.passes)
     sums = {name: sum(float(result[name]) for result in results) for name in (results[0] if results else ())}
-    sums, gap = _sum_over_ranks(
-        (sums, np.concatenate(gaps) if gaps else np.zeros(0)) if _holds_own_rows(trainer.ranks) else ({}, np.zeros(0))
-    )
+    mine = (sums, *(np.concatenate(found) if found else np.zeros(0) for found in (gaps, lags)))
+    sums, gap, lag = _sum_over_ranks(mine if _holds_own_rows(trainer.ranks) else ({}, np.zeros(0), np.zeros(0)))
+    stale = ess_by_lag(gap, lag) if len(lag) else {}
     replays = config.replay.actor != "off"
     tokens = max(1, int(sums["tokens"]))
-    return {**averages(sums), "response_tokens": tokens, **_suffixed(mismatch(gap), "replay" if replays else "trained")}
+    return {**averages(sums), **stale, "response_tokens": tokens, **_suffixed(mismatch(gap), "replay" if replays else "trained")}
 
 
 def _sequences(rows: LocalMicrobatch, ranks: megatron.Ranks) -> Sequences:

@@ -1,12 +1,16 @@
 """Log-probability and entropy from a tensor-parallel vocabulary, without gathering it.
 
 Each rank holds logits [n, V / tp]. Two small all-reduces of [n] vectors (maximum, then three sums) give the answer on every
-rank; the backward pass needs no communication.
+rank; the backward pass needs no communication. Where the engine cut its distribution, `logprobs_within` does the same with three
+vectors over the few tokens that it kept.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from moerl.train.objective import masked_logprobs
 
 _MASKED = -1e30
 """Logit of padding columns: its probability is exactly 0, and 0 * _MASKED is finite, unlike with -inf."""
@@ -28,6 +32,40 @@ def logprob_and_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab: int, 
         padding = torch.arange(first, first + logits.shape[1], device=logits.device) >= vocab
         logits = logits.masked_fill(padding, _MASKED)
     return _LogprobEntropy.apply(logits, labels - first, group)
+
+
+def logprobs_within(
+    ids: torch.Tensor, offsets: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, logprobs: torch.Tensor, group: Any
+) -> torch.Tensor:
+    """
+    Args:
+        ids, offsets: int64[m], int64[n + 1] tokens that are allowed in each row, the label among them; a row without any is unrestricted.
+        logits, labels, group: as for `logprob_and_entropy`; columns of padding may hold anything.
+        logprobs: float32[n] its answer.
+
+    Returns:
+        float32[n]: those of restricted rows within their tokens, the others as they were.
+    """
+    rows = offsets.diff().nonzero().squeeze(1)
+
+    def over(operation: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        def reduce(values: torch.Tensor) -> torch.Tensor:
+            if group.size() > 1:
+                torch.distributed.all_reduce(values, op=operation, group=group)
+            return values
+
+        return reduce
+
+    found = masked_logprobs(
+        logits[rows],
+        labels[rows],
+        ids,
+        offsets.unique_consecutive(),
+        first=group.rank() * logits.shape[1],
+        add=over(torch.distributed.ReduceOp.SUM),
+        largest=over(torch.distributed.ReduceOp.MAX),
+    )
+    return logprobs.index_copy(0, rows, found)
 
 
 class _LogprobEntropy(torch.autograd.Function):

@@ -104,6 +104,48 @@ def test_decoding_agrees_with_prefilling_the_same_tokens(engine, layout):
     assert all(sample.response_tokens[-1] == 2 for sample, _, _ in compared if sample.finish_reason == "stop")
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_under_truncation_it_says_what_it_kept_and_logprobs_are_within_that(engine, layout, folder, top_p):
+    """What it kept is the likeliest tokens of its own whole distribution, and logprobs are of those renormalised."""
+    top_k, temperature, vocab = 8, 0.8, read_spec(folder).vocab_size
+
+    async def rescored(c, sample):
+        body = {
+            "input_ids": sample.tokens.tolist(),
+            "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": vocab,
+        }
+        reply = await c._post("/generate", body, 60)
+        whole = np.full((len(sample.response_tokens), vocab), -np.inf)
+        for row, tops in zip(whole, reply["meta_info"]["input_top_logprobs"][len(sample.prompt_tokens) :], strict=True):
+            row[[token for _, token, _ in tops]] = [logprob / temperature for logprob, _, _ in tops]
+        return whole - np.log(np.exp(whole).sum(1, keepdims=True))
+
+    async def go():
+        async with client(engine) as c:
+            options = {"version": 4, "temperature": temperature, "top_p": top_p, "top_k": top_k, "vocab": vocab}
+            groups = await groups_of([c], layout, **options)
+            await c.flush_cache()
+            return [(sample, await rescored(c, sample)) for group in groups for sample in group.samples]
+
+    sizes = []
+    for sample, whole in run(go()):
+        mask = sample.load_mask()
+        assert mask.rows == len(sample.response_tokens)
+        for row, (token, logprob) in enumerate(zip(sample.response_tokens, sample.logprob_array, strict=True)):
+            kept = mask.ids[mask.offsets[row] : mask.offsets[row + 1]]
+            cut_off = np.delete(whole[row], kept)
+            assert np.isfinite(whole[row]).all()
+            assert whole[row, kept].min() > cut_off.max() - 1e-4
+            assert logprob == pytest.approx(whole[row, token] - np.log(np.exp(whole[row, kept]).sum()), abs=1e-4)
+            sizes.append(len(kept))
+    assert len(sizes) > 60
+    assert max(sizes) <= top_k
+    assert set(sizes) == {top_k} if top_p == 1 else min(sizes) < top_k
+
+
 def test_greedy_is_repeatable_and_needs_no_routes(engine, layout):
     async def go():
         async with client(engine) as c:

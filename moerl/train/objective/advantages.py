@@ -21,10 +21,11 @@ def group_advantages(objective: Objective) -> Callable[[np.ndarray], np.ndarray]
     """
 
     def advantages(rewards: np.ndarray) -> np.ndarray:
-        centred = rewards - rewards.mean()
+        exact = rewards.astype(np.float64)  # whose sum of equal float32 values has no rounding error, which 1 / STD_FLOOR would magnify
+        centred = exact - exact.mean()
         if objective.baseline == "leave_one_out":
             centred = centred * (len(rewards) / (len(rewards) - 1))
-        return centred / (rewards.std() + STD_FLOOR) if objective.normalize_std else centred
+        return (centred / (exact.std() + STD_FLOOR) if objective.normalize_std else centred).astype(np.float32)
 
     return advantages
 

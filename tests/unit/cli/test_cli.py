@@ -18,7 +18,7 @@ moerl: RL post-training of mixture-of-experts models
   moerl rollout @ FILE [SETTINGS]                                 generate and record only, with the engines alone
   moerl config show|check @ FILE [SETTINGS]                       show the effective settings as TOML, or check them
   moerl plan @ FILE [SETTINGS] [--world N] [--simulate] [--json]  what a weight update moves, or how busy a cluster would be; no GPU needed
-  moerl bench trace|replay|pack|sync [--json]                     measure one part, as ratios within one run
+  moerl bench trace|replay|pack|sync|loop [--json]                measure one part, as ratios within one run
   moerl doctor [--json]                                           what is installed, what is missing, why, and the command that fixes it
 
 settings:

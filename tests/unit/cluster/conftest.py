@@ -26,6 +26,19 @@ REWARDS = textwrap.dedent(
 
     def dying(completion, answer, finish_reason):
         os._exit(7)
+
+    def broken(completion, answer, finish_reason):
+        raise ArithmeticError("cannot score anything")
+
+    def once(completion, answer, finish_reason):
+        # `answer` names a file that says whether this is the first time.
+        if not os.path.exists(answer):
+            open(answer, "w").close()
+            raise ArithmeticError("not yet")
+        return 1.0
+
+    def process(completion, answer, finish_reason):
+        return float(os.getpid())
     """
 )
 

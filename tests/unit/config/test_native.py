@@ -1,5 +1,6 @@
 """Native options against the installed packages: real sources, typos, owned keys, packages that are absent."""
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config import native
+from moerl.config import native, rules
 from moerl.config.schema import Observe
 from moerl.convert.tiny import tiny_config, tiny_qwen3_config
 from moerl.models import ModelSpec, deepseek, qwen3
@@ -98,3 +99,10 @@ def test_sink_that_is_absent_says_how_to_install_it() -> None:
 def test_sources_that_moved_are_an_error_and_not_an_empty_list(tmp_path: Path) -> None:
     with pytest.raises(native.ConfigError, match="no options where they were expected"):
         native._class_fields([tmp_path / "gone.py"], lambda node: True)
+
+
+def test_the_limit_of_sampling_masks_is_that_of_sglang() -> None:
+    folder = native._package_folder("sglang", "sglang") / "srt" / "arg_groups" / "fields"
+    fields = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)]
+    (limit,) = [ast.literal_eval(node.value) for node in fields if ast.unparse(node.target) == "sampling_mask_max_tokens"]
+    assert limit == rules.MASK_TOKENS

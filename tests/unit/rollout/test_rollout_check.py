@@ -1,7 +1,9 @@
 """Replies become samples only if tokens, logprobs, routes and versions prove each other."""
 
 import base64
+from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -306,3 +308,73 @@ def test_nothing_follows_a_stop_token(prompt):
     whole = convert(make_reply(prompt.tokens, RESPONSE), prompt)
     with pytest.raises(RolloutError, match="ended with its stop token"):
         extend(whole, second(whole.tokens.tolist(), slice(ROWS, None)), LAYOUT, layers=LAYERS)
+
+
+def masked(reply: dict, rows: list[list[int]], values: list[float]) -> dict:
+    """The reply of an engine that cut its distribution to these tokens."""
+    reply["meta_info"] |= {"output_token_sampling_mask": rows, "output_token_sampling_logprobs": values}
+    return reply
+
+
+KEPT, WITHIN = [[10, 3], [9, 4, 5], [2]], [-0.5, -0.25, 0.0]
+
+
+def rows_of(sample: Sample) -> list[list[int]]:
+    mask = sample.load_mask()
+    return [mask.ids[start:stop].tolist() for start, stop in pairwise(mask.offsets)]
+
+
+def test_under_truncation_a_sample_holds_what_was_kept_and_logprobs_within_it(prompt):
+    sample = convert(masked(make_reply(prompt.tokens, RESPONSE), KEPT, WITHIN), prompt, vocab=16)
+    assert rows_of(sample) == [[3, 10], [4, 5, 9], [2]]
+    assert sample.logprob_array.tolist() == WITHIN
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=Sample) == sample
+
+
+def test_without_truncation_a_sample_carries_no_mask(prompt):
+    sample = convert(make_reply(prompt.tokens, RESPONSE), prompt)
+    assert sample.mask == b""
+    assert rows_of(sample) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("rows", "values", "words"),
+    [
+        ([[10, 3], [9, 5], [2]], WITHIN, "row 1 does not hold token 4, which was sampled there"),
+        ([[10, 16], [4], [2]], WITHIN, "row 0 names token 16 of a vocabulary of 16"),
+        ([[10, 3, 3], [4], [2]], WITHIN, "row 0 is not ascending, or names a token twice"),
+        ([[10], [4]], WITHIN, "each of 3 response tokens, got 3 logprobs and 2 rows"),
+        (KEPT, WITHIN[:2], "each of 3 response tokens, got 2 logprobs and 3 rows"),
+        ([[10], [], [2]], WITHIN, "kept no token at all where it sampled response token 1"),
+        (KEPT, [-0.5, float("nan"), 0.0], "logprob nan of response token 1"),
+    ],
+)
+def test_a_mask_that_is_not_that_of_its_tokens(prompt, rows, values, words):
+    with pytest.raises(RolloutError, match=words):
+        convert(masked(make_reply(prompt.tokens, RESPONSE), rows, values), prompt, vocab=16)
+
+
+def test_a_truncated_reply_without_its_mask(prompt):
+    with pytest.raises(RolloutError, match=r"by top-p or top-k, but its reply lacks 'output_token_sampling_logprobs'"):
+        convert(make_reply(prompt.tokens, RESPONSE), prompt, vocab=16)
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, True), (False, True), (True, False), (False, False)])
+def test_extending_appends_rows_and_those_of_uncut_parts_are_unrestricted(prompt, before, after):
+    first = make_reply(prompt.tokens, RESPONSE)
+    first["meta_info"]["finish_reason"] = {"type": "abort"}
+    sent = prompt.tokens + RESPONSE
+    more = second(sent, slice(ROWS, None))
+    one = convert(masked(first, KEPT, WITHIN) if before else first, prompt, vocab=16 if before else None)
+    added = masked(more, [[4], [1, 11], [2, 7]], [0.0, -0.5, -0.75]) if after else more
+    whole = extend(one, added, LAYOUT, layers=LAYERS, vocab=16 if after else None)
+    assert rows_of(whole) == (rows_of(one) if before else [[]] * 3) + ([[4], [1, 11], [2, 7]] if after else [[]] * 3)
+    assert bool(whole.mask) == (before or after)
+    assert whole.logprob_array[3:].tolist() == ([0.0, -0.5, -0.75] if after else [-0.5, -0.75, -1.0])
+
+
+def test_a_mask_of_other_tokens_is_refused_when_it_is_loaded(prompt):
+    sample = convert(masked(make_reply(prompt.tokens, RESPONSE), KEPT, WITHIN), prompt, vocab=16)
+    for tokens in ([10, 4], [10, 6, 2]):
+        with pytest.raises(RolloutError, match="sample 1 of prompt 7: the sampling mask"):
+            msgspec.structs.replace(sample, response_tokens=tokens).load_mask()

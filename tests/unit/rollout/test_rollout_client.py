@@ -232,3 +232,16 @@ def test_reading_is_repeated_until_the_engine_listens():
 def test_a_closed_client_says_so():
     with pytest.raises(EngineError, match="this client is closed"):
         run(client("http://127.0.0.1:9").version())
+
+
+@pytest.mark.parametrize(("options", "asks"), [({}, False), ({"top_k": 8}, True), ({"top_p": 0.9, "top_k": 64}, True)])
+def test_what_was_kept_is_asked_for_whenever_something_is_cut_off(options, asks):
+    async def go():
+        async with fake_engine() as engine, client(engine.url) as c:
+            await c.generate([7, 13], rid="a", max_new_tokens=5, temperature=1.0, routes=True, **options)
+            return engine.seen
+
+    [(_, body)] = run(go())
+    assert body["return_sampling_mask"] is asks
+    sent = body["sampling_params"]
+    assert (sent["top_p"], sent["top_k"]) == (options.get("top_p", 1.0), options.get("top_k", -1))

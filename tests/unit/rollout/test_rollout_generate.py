@@ -161,6 +161,25 @@ def test_a_reply_that_was_cut_off_while_it_waited_is_asked_for_again():
     assert sample.load_trace().rows == 4
 
 
+def test_what_was_kept_survives_an_interruption():
+    prompt = PROMPTS[0].tokens
+
+    def kept(reply, rows):
+        reply["meta_info"] |= {"output_token_sampling_mask": rows, "output_token_sampling_logprobs": [-0.5] * len(rows)}
+        return [reply]
+
+    replies = [
+        lambda body: [partial(prompt, [9, 9], seen=body["rid"][0])],  # waiting requests are answered without their masks
+        lambda body: kept(partial(prompt, [10, 11], seen=body["rid"][0]), [[1, 10], [11]]),
+        lambda body: kept(whole(body, [12, 2])[0], [[12, 3], [2]]),
+    ]
+    sample, bodies = one_sample(replies, replace(ANY, top_p=0.9, top_k=8, vocab=16))
+    assert sample.response_tokens == [10, 11, 12, 2]
+    assert sample.load_mask().ids.tolist() == [1, 10, 11, 3, 12, 2]
+    assert sample.load_mask().offsets.tolist() == [0, 2, 3, 5, 6]
+    assert all(body["return_sampling_mask"] and body["sampling_params"]["top_k"] == 8 for body in bodies)
+
+
 def test_a_completion_that_was_cut_off_at_its_limit_has_ended():
     sample, bodies = one_sample([lambda body: [partial(PROMPTS[0].tokens, [10] * 6, seen=body["rid"][0])]], ANY)
     assert sample.finish_reason == "length"

@@ -70,6 +70,16 @@ def test_groups_without_routes_and_no_groups(tmp_path, prompt, header):
     assert store.load_step(tmp_path, 2, header)[1] == []
 
 
+def test_sampling_masks_come_back(tmp_path, prompt, header):
+    reply = make_reply(prompt.tokens, [10, 2])
+    reply["meta_info"] |= {"output_token_sampling_mask": [[3, 10], [2]], "output_token_sampling_logprobs": [-0.5, 0.0]}
+    sample = to_sample(reply, prompt, 0, LAYOUT, layers=LAYERS, routes=True, vocab=16)
+    store.save_step(tmp_path, 1, [Group(prompt.id, "", [sample])], header)
+    (loaded,) = store.load_step(tmp_path, 1, header)[1][0].samples
+    assert loaded == sample
+    assert loaded.load_mask().ids.tolist() == [3, 10, 2]
+
+
 def test_steps_are_listed_in_order(tmp_path, groups, header):
     for step in (3, 1000000, 20):
         store.save_step(tmp_path, step, groups, header)

@@ -16,6 +16,7 @@ from moerl.errors import ConfigError, TrainError
 from moerl.models import qwen3
 from moerl.models.shard import windows
 from moerl.models.spec import ModelSpec
+from moerl.rollout.mask import of_rows
 from moerl.routing.replay import RouteReplay
 from moerl.routing.trace import Layout
 from moerl.train import megatron, weights
@@ -133,6 +134,30 @@ def test_equals_transformers(setup, tmp_path, variant):
     np.testing.assert_allclose(logprobs, np.concatenate(expected), atol=1e-5)
     for index, layer in enumerate(setup.spec.moe_layers):
         assert np.array_equal(np.sort(routes[:, index], -1), np.sort(np.concatenate(chosen[layer]), -1)), f"layer {layer}"
+
+
+def test_every_pass_is_within_what_the_engine_kept(setup):
+    """Against the whole distribution at temperature 0.7, read off label by label; entropy is not restricted."""
+    model, microbatch, passes = setup.model(trainable=False), packed([7, 12]), PASSES | {"temperature": 0.7}
+    vocab, rng = setup.spec.vocab_size, np.random.default_rng(3)
+    labelled = [replace(microbatch, labels=np.full(microbatch.size, token)) for token in range(vocab)]
+    table = np.stack([found for found, _ in run_logprobs(model, labelled, setup.ranks, **passes)], 1).astype(np.float64)
+    np.testing.assert_allclose(np.exp(table).sum(1), 1.0, atol=1e-5)
+    others = [rng.permutation(np.delete(np.arange(vocab), label)) for label in microbatch.labels]
+    rows = [[label, *other[: i % 4]] if i % 3 else [] for i, (label, other) in enumerate(zip(microbatch.labels, others, strict=True))]
+    expected = [table[i, microbatch.labels[i]] - np.log(np.exp(table[i, row or slice(None)]).sum()) for i, row in enumerate(rows)]
+    masked = replace(microbatch, sampling_mask=of_rows(rows))
+    np.testing.assert_allclose(run_logprobs(model, [masked], setup.ranks, **passes)[0][0], expected, atol=1e-5)
+    entropies = []
+    trainable = setup.model()
+
+    def watched(outputs, local):
+        entropies.append(outputs.entropy.detach().clone())
+        return loss(outputs, local)
+
+    (found,) = run_backward(trainable, [masked], setup.ranks, loss_fn=watched, replay=None, **passes)
+    np.testing.assert_allclose(float(found["loss"]), -(np.array(expected) * masked.loss_mask).sum(), atol=1e-4)
+    np.testing.assert_allclose(entropies[0], -(np.exp(table) * table).sum(1), atol=1e-4)
 
 
 def test_packed_equals_one_by_one(setup):

@@ -53,6 +53,13 @@ def test_a_uniform_group_is_one_without_advantages(rewards: np.ndarray) -> None:
     assert is_uniform(rewards) == (not group_advantages(Objective(normalize_std=False))(rewards).any())
 
 
+@given(st.floats(-8, 8, width=32), st.integers(2, 64), st.sampled_from([("mean", True), ("mean", False), ("leave_one_out", False)]))
+def test_a_group_of_equal_rewards_has_no_advantages_at_all(reward: float, size: int, kind: tuple[str, bool]) -> None:
+    rewards = np.full(size, reward, np.float32)
+    assert is_uniform(rewards)
+    assert not group_advantages(Objective(baseline=kind[0], normalize_std=kind[1]))(rewards).any()
+
+
 def test_share_of_uniform_groups() -> None:
     uniform, mixed = np.ones(4, np.float32), np.array([1, 0, 0, 1], np.float32)
     assert uniform_share([uniform, mixed, mixed, 0 * uniform]) == 0.5

@@ -39,6 +39,11 @@ CLIPS = ("clip_low=3e-4", "clip_high=4e-4")
         (["unbiased_kl=true"], "objective.unbiased_kl has no effect with objective.kl_coef = 0.0"),
         (["opsm_threshold=-0.1"], "objective.opsm_threshold"),
         (["clip_low=1.5"], "objective.clip_low"),
+        (["overlong_margin_tokens=-1"], "objective.overlong_margin_tokens: expected a number of at least 0, got -1"),
+        (
+            ["overlong_margin_tokens=64", "rollout.max_new_tokens=64"],
+            "objective.overlong_margin_tokens 64 would punish completions of every length up to rollout.max_new_tokens 64",
+        ),
     ],
 )
 def test_broken_rule(settings: list[str], message: str) -> None:
@@ -55,6 +60,7 @@ def test_broken_rule(settings: list[str], message: str) -> None:
         ["baseline=leave_one_out", "normalize_std=false"],
         ["correction=mis_sequence", "mis_cap=4"],
         ["correction=tis_sequence", "tis_cap=1"],
+        ["overlong_margin_tokens=63", "rollout.max_new_tokens=64"],
         ["kl_coef=0.01", "unbiased_kl=true", "opsm_threshold=0.1", "length_normalization=constant"],
     ],
 )

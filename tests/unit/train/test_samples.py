@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from moerl.config.schema import Replay
-from moerl.errors import TraceError, TrainError
+from moerl.errors import RolloutError, TraceError, TrainError
+from moerl.rollout.mask import of_rows, to_bytes
 from moerl.rollout.sample import Group, Sample
 from moerl.routing.layout import Layout, VersionRun
 from moerl.routing.trace import Trace
 from moerl.train.batch import Sequence, pack
-from moerl.train.samples import sequences
+from moerl.train.samples import punish_overlong, sequences
 from tests.unit.routing.routes import random_ids
 
 LAYOUT = Layout((1, 2), 8, 2)
@@ -134,7 +135,7 @@ def test_only_the_rows_without_routes_are_dealt_with(missing: str):
     assert shares == {"missing_routes_share": 2 / ROWS, "refused_routes_share": 0, "masked_share": 1 / 4 if masks else 0}
 
 
-@pytest.mark.parametrize(("lag", "version", "stale"), [(0, 5, 5), (1, 5, 5), (2, 5, 0), (2, 6, 5), (0, 6, 7), (0, 3, 0)])
+@pytest.mark.parametrize(("lag", "version", "stale"), [(0, 5, 5), (1, 5, 5), (2, 5, 0), (2, 6, 5), (0, 6, 7), (3, 6, 0)])
 def test_rows_of_too_old_weights_are_refused(lag: int, version: int, stale: int):
     """Rows 0-4 come from version 3, the others from version 5."""
     (one,), shares = convert(recorded().to_bytes(), missing="mask", lag=lag, version=version)
@@ -143,6 +144,21 @@ def test_rows_of_too_old_weights_are_refused(lag: int, version: int, stale: int)
     masked = max(0, stale - FIRST)
     assert one.loss_mask.tolist() == [0] * (FIRST + masked) + [1] * (len(RESPONSE) - masked)
     assert shares == {"missing_routes_share": 0, "refused_routes_share": stale / ROWS, "masked_share": masked / len(RESPONSE)}
+
+
+@pytest.mark.parametrize(("max_lag", "version", "trained"), [(None, 9, 4), (2, 5, 4), (1, 5, 2), (0, 5, 2), (0, 6, 0), (3, 6, 4)])
+def test_tokens_that_are_too_old_are_not_trained(max_lag: int | None, version: int, trained: int):
+    """Response tokens 0-1 come from version 3, the others from version 5. Their routes are replayed all the same."""
+    (one,), shares = convert(recorded().to_bytes(), missing="error", max_lag=max_lag, version=version)
+    assert one.loss_mask.tolist() == [0] * (ROWS - trained) + [1] * trained
+    assert one.columns["lag"].tolist() == [0] * FIRST + [version - 3] * 2 + [version - 5] * 2
+    assert one.recorded is None
+    assert shares == {"missing_routes_share": 0, "refused_routes_share": 0, "masked_share": 1 - trained / len(RESPONSE)}
+
+
+def test_a_token_from_the_future_is_refused():
+    with pytest.raises(RolloutError, match="tokens of version 5 cannot be trained at version 4, which is older"):
+        convert(recorded().to_bytes(), missing="error", version=4)
 
 
 def test_old_rows_end_the_run_where_missing_is_an_error():
@@ -187,3 +203,37 @@ def test_rows_without_routes_reach_the_microbatch_unforced():
     np.testing.assert_array_equal(micro.routes[:ROWS][known], recorded().ids[known])
     filled = np.sort(micro.routes[~micro.forced | ~micro.real], axis=-1)
     assert (filled[..., 1:] != filled[..., :-1]).all(), "rows that nobody recorded still hold distinct experts"
+
+
+def answers(*lengths: int, reward: float = 0.5) -> Group:
+    """Answers of these lengths with equal rewards."""
+    return Group(7, "x", [Sample(7, i, PROMPT, [2] * length, b"", b"", [], "x", "stop", reward=reward) for i, length in enumerate(lengths)])
+
+
+def test_overlong_answers_lose_reward() -> None:
+    groups = [answers(3, 8, 10), answers(10, 10, 10)]
+    shaped, figures = punish_overlong(groups, limit_tokens=10, margin_tokens=4)
+    assert [[sample.reward for sample in group.samples] for group in shaped] == [[0.5, 0.0, -0.5], [-0.5] * 3]
+    assert figures == {"overlong_penalty": pytest.approx(-4.5 / 6), "uniform_shaped_share": 0.5}
+    assert {sample.reward for group in groups for sample in group.samples} == {0.5}, "the metrics' rewards are those of the task"
+    assert [sample.response_tokens for sample in shaped[0].samples] == [sample.response_tokens for sample in groups[0].samples]
+
+
+def test_without_a_margin_no_answer_is_overlong() -> None:
+    groups = [answers(3, 10)]
+    assert punish_overlong(groups, limit_tokens=10, margin_tokens=0) == (groups, {})
+
+
+def test_a_sampling_mask_is_that_of_the_response_labels():
+    """The prompt's labels stay unrestricted; a sample without a mask has none."""
+    one = group(recorded().to_bytes(), recorded().to_bytes())
+    rows = [[token, token + 1] for token in RESPONSE]
+    one.samples[1].mask = to_bytes(of_rows(rows))
+    items, _ = sequences([one], LAYOUT, lambda rewards: rewards, Replay())
+    assert items[0].sampling_mask is None
+    mask = items[1].sampling_mask
+    assert mask.lengths.tolist() == [0] * (len(PROMPT) - 1) + [2] * len(RESPONSE)
+    assert mask.ids.reshape(-1, 2).tolist() == rows
+    one.samples[1].mask = to_bytes(of_rows(rows[::-1]))
+    with pytest.raises(RolloutError, match="the sampling mask is not that of its tokens"):
+        sequences([one], LAYOUT, lambda rewards: rewards, Replay())

@@ -2,7 +2,7 @@ import pytest
 
 from moerl.config.schema import Require
 from moerl.errors import TrainError
-from moerl.train.summary import check_requirements, summarise
+from moerl.train.summary import check_requirements, closing_rows, headline, summarise
 
 
 def records(rewards: list[float]) -> list[dict[str, object]]:
@@ -45,3 +45,39 @@ def test_an_inconsistent_version_fails_the_run() -> None:
     broken[1]["versions_consistent"] = False
     with pytest.raises(TrainError, match="another weight version"):
         check_requirements(summarise(broken, minutes=1.0), Require())
+
+
+BUSY = {"buffer/engines_busy_share": 0.914, "buffer/trainer_busy_share": 0.74, "buffer/lag_highest": 1.0, "buffer/lag_mean": 0.25}
+WASTE = {"buffer/refused_groups": 1.0, "buffer/wasted_tokens": 1000.0}
+
+
+def test_the_line_of_a_step_shows_lag_and_busy_shares_where_generation_runs_ahead() -> None:
+    metrics = {"reward": 0.5, "loss": 0.1, "version": 3, "time/rollout": 1.0, "time/sync": 0.5, **BUSY}
+    plain = {"reward": 0.5, "loss": 0.1, "version": 3}
+    assert headline(metrics) == {**plain, "s": 1.5}
+    assert headline(metrics, ahead=True) == {**plain, "lag": 1, "busy": "0.91/0.74", "s": 1.5}
+    assert headline({**plain, "time/sync": 2.0}, ahead=True) == {**plain, "s": 2.0}, "recorded rollouts have no buffer"
+
+
+def test_what_ran_beside_training_is_summed_up() -> None:
+    steps = [
+        {"reward": 0.5, "response_tokens": 10, "time/rollout": 1.0, **BUSY, **WASTE, "sync_way": "direct", "alarms": 2},
+        {"reward": 0.5, "response_tokens": 90, "time/rollout": 3.0, **BUSY, **WASTE, "buffer/engines_busy_share": 0.514,
+         "buffer/lag_mean": 0.75, "buffer/lag_highest": 3.0, "sync_way": "compatible", "sync_changed_share": 0.5, "alarms": 0},
+        {"reward": 0.5, "response_tokens": 10, "time/rollout": 0.0, **BUSY, **WASTE, "sync_way": "direct", "sync_changed_share": 0.25},
+    ]  # fmt: skip
+    found = summarise(steps, minutes=1.0)
+    assert found["engines_busy_share"] == pytest.approx((0.914 + 3 * 0.514) / 4), "weighted by seconds"
+    assert found["lag_mean"] == pytest.approx(1.25 / 3)
+    rows = closing_rows(found)
+    assert rows["lag, mean and highest"] == "0.42, 3"
+    assert rows["engines busy, trainer busy"] == "61 %, 74 %"
+    assert rows["groups refused, tokens wasted"] == "3, 3,000"
+    assert rows["weights changed per update"] == "37.50 %"
+    assert rows["how weights travelled"] == "2 x direct, 1 x compatible"
+    assert rows["alarms"] == "in 1 of 3 steps"
+
+
+def test_what_was_not_measured_has_no_row() -> None:
+    rows = closing_rows(summarise([{"reward": 0.5, "response_tokens": 1}], minutes=1.0))
+    assert list(rows) == ["steps", "reward"]
