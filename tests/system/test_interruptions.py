@@ -120,7 +120,7 @@ def raises(completion, answer, finish_reason):
 @pytest.mark.parametrize(
     ("command", "function", "words"),
     [
-        ("train", "hangs", ("did not answer within 3 s for prompt", "task.reward_timeout_s")),
+        ("train", "hangs", ("8 groups in a row failed", "failed for prompt ", "no answer within 3 s (task.reward_timeout_s)")),
         ("rollout", "raises", ("reward foreign_rewards:raises, prompt ", "KeyError: 'no such unit'")),
     ],
 )
@@ -129,6 +129,7 @@ def test_a_reward_in_trouble_names_the_prompt(
 ) -> None:
     (tmp_path / "foreign_rewards.py").write_text(REWARDS)
     reward = ("--task.reward", f"foreign_rewards:{function}", "--task.reward_timeout_s", "3", "--diagnostics.evaluate", "false")
+    reward = (*reward, "--task.reward_retries", "0")
     finished = moerl(f"reward-{function}", *reward, command=command, modules=tmp_path)
     assert_one_clear_error(finished, *words)
 

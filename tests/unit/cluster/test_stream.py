@@ -231,7 +231,8 @@ def test_generation_runs_while_nobody_takes_on_all_engines_and_within_their_slot
         until(lambda: begun(engines) == 3 * PER_STEP)
         (first, _, most_first), (second, _, most_second) = reports(engines)
         assert max(most_first, most_second) <= 6
-        assert (first[:3], second[:3]) == (prompts_at(0, 2, 4), prompts_at(1, 3, 5))
+        # Calls that were sent at once may begin in any order.
+        assert (sorted(first[:3]), sorted(second[:3])) == (sorted(prompts_at(0, 2, 4)), sorted(prompts_at(1, 3, 5)))
         assert sorted(first + second) == sorted(prompts_at(*range(3 * PER_STEP)))
         time.sleep(0.3)
         assert begun(engines) == 3 * PER_STEP  # as far ahead as it may
