@@ -63,7 +63,7 @@ class _Session:
     Attributes:
         plan: this rank's part; the whole of a large cluster's is large.
         buckets: of the whole plan.
-        held: the version that every engine rank holds through this session.
+        held: the version that every engine rank received last through this group.
     """
 
     plan: Plan
