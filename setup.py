@@ -41,6 +41,7 @@ CORE = [
     "rich>=14",
     "jinja2>=3.1,<4",
     "plotly>=6",
+    "pyarrow>=21",
     "math-verify>=0.8,<1",
 ]
 
@@ -88,6 +89,7 @@ DEV = [
     "pytest-xdist>=3.8",
     "pytest-timeout>=2.4",
     "hypothesis>=6.130",
+    "playwright>=1.60",  # drives a browser in the tests of the report; tools/browser.sh finds one
     "ruff>=0.14",
     "import-linter>=2.5",
     "setuptools>=77",
@@ -138,7 +140,7 @@ setup(
     description="RL post-training of mixture-of-experts models with exact routing replay",
     python_requires=">=3.12",
     packages=find_packages(include=["moerl", "moerl.*"]),
-    package_data={"moerl.rollout": ["shims/*.py"]},
+    package_data={"moerl.rollout": ["shims/*.py"], "moerl.report": ["templates/*"]},
     ext_modules=[
         Extension("moerl.routing._routes", ["csrc/routes.cpp"], **CPP),
         Extension("moerl.reshard.pack._pack", ["csrc/pack.cpp"], depends=["csrc/pack.h"], **CPP),

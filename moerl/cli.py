@@ -36,12 +36,24 @@ COMMANDS = {
     "rollout": Command("moerl.train.launch:rollout_main", "generate and record only, with the engines alone", "@ FILE [SETTINGS]"),
     "config": Command("moerl.config.command:main", "show the effective settings as TOML, or check them", "show|check @ FILE [SETTINGS]"),
     "plan": Command(
-        "moerl.reshard.command:main",
-        "what a weight update moves, or how busy a cluster would be; no GPU needed",
-        "@ FILE [SETTINGS] [--world N] [--simulate] [--json]",
+        "moerl.plan.command:main",
+        "what a cluster would hold, send and reach, or how busy it would be; no GPU needed",
+        "@ FILE [SETTINGS] | --hf CONFIG [OPTIONS] | --simulate",
         {"--simulate": "moerl.buffer.command:main"},
     ),
-    "bench": Command("moerl.bench.command:main", "measure one part, as ratios within one run", "trace|replay|pack|sync|loop [--json]"),
+    "report": Command(
+        "moerl.report.command:main",
+        "what the gap between engine and trainer is made of, as one page",
+        "RUN [--against RUN] [--json] [--fail-if CONDITION]",
+    ),
+    "convert": Command(
+        "moerl.convert.command:main",
+        "a Hugging Face folder to a Megatron distributed checkpoint, and back",
+        "hf-to-megatron|megatron-to-hf|verify SRC DST [OPTIONS]",
+    ),
+    "bench": Command(
+        "moerl.bench.command:main", "measure one part, as ratios within one run", "trace|replay|pack|sync|loop|convert|report [--json]"
+    ),
     "doctor": Command("moerl.doctor:main", "what is installed, what is missing, why, and the command that fixes it", "[--json]"),
 }
 
@@ -55,6 +67,32 @@ options of train and rollout:
   --resume                train: continue from the last checkpoint in run.dir
   --overwrite             replace the run in run.dir
   --rollouts DIR          train: no engine; train on the rollouts recorded in DIR
+
+options of report:
+  -o FILE                 where the page goes, instead of RUN/report.html
+  --json                  print one object instead of writing a page
+  --against RUN           two recordings of the same tokens; --side engine (default) or trainer
+  --fail-if CONDITION     end with status 3 if it holds, as in 'kl_replay>1e-3'; may be repeated
+  --recompute CHECKPOINT  record first, with these weights; --steps 0,3, --version N and settings go along
+  --import KIND FILE ...  records of sglang, vllm or megatron, into -o RUN, with --model CONFIG [--step N]
+
+options of plan:
+  --hf CONFIG             a config.json, or the folder that holds it, in place of model.path
+  --trainer tp=2,pp=4,... sizes of the trainer: tp, pp, vpp, cp, ep, etp, dp; likewise --engine tp=8,ep=1,replicas=4
+  --gpus N                how to split N GPUs between trainer and engines
+  --world N               trainer ranks
+  --gpu-gib 80 ...        what is assumed: reserve-gib, gbps-per-rank, hbm-tb-s, tflops, mfu, imbalance, prompt-tokens, response-tokens
+  --json, --markdown      one JSON object as the last line; one row of a table and nothing else
+
+options of convert:
+  --verify                compare both sides bit for bit afterwards, by other code
+  --dry-run               inventory, sizes and an estimate of the time; write nothing
+  --mtp keep|drop         weights for multi-token prediction (kept by default)
+  --dtype TYPE            megatron-to-hf: keep (default), bfloat16, float32 or fp8 (in blocks, with scales)
+  --hf-config DIR         megatron-to-hf: HF folder of the model, for a checkpoint that carries no config
+  --memory-mib N          memory for the values in flight (1024)
+  --workers N             files written at a time (one for each CPU)
+  --file-mib N            size of each output file, the unit of resuming
 """
 
 

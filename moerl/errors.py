@@ -66,5 +66,9 @@ class TrainError(MoerlError, RuntimeError):
     """A training step was refused (for instance a non-finite loss), or the run did not do what it must."""
 
 
+class ReportError(MoerlError, ValueError):
+    """A recording of routes and logprobs is missing, damaged or of one side only, or two recordings do not belong together."""
+
+
 class WaitTimeout(MoerlError, TimeoutError):
     """A named wait reached its deadline."""

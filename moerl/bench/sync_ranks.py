@@ -26,10 +26,10 @@ from moerl.errors import ReshardError
 from moerl.models import ModelSpec, read_spec
 from moerl.reshard import crew
 from moerl.reshard import group as sync_group
-from moerl.reshard.command import engine_topology
 from moerl.reshard.deadline import Deadline
 from moerl.reshard.plan import Plan, make_plan
 from moerl.reshard.sync import SyncReport, WeightSync
+from moerl.reshard.topology import engine_topology
 from moerl.reshard.trainer_layout import trainer_topology
 from moerl.reshard.transport.gloo import GlooTransport
 from moerl.rollout.server import EngineServer

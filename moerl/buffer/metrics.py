@@ -51,6 +51,7 @@ class Meter:
         self.running, self.ready, self.paced = Level(now_s), Level(now_s), Level(now_s)
         self._doing: Doing = "other"
         self._doing_since_s = self._begin_s = now_s
+        self._engines: dict[int, tuple[int, float]] = {}  # engine -> (tokens, seconds paused) that it last said
         self._reset()
 
     def _reset(self) -> None:
@@ -60,6 +61,16 @@ class Meter:
         self._wasted: Counter[str] = Counter()
         self._trained = self._cut = (0, 0)  # (tokens, completions) of delivered and of refused groups
         self._uniform = 0
+        self._of_engines: dict[int, tuple[int, float]] = dict.fromkeys(self._engines, (0, 0.0))
+
+    def engine(self, number: int, tokens: int, paused_s: float) -> None:
+        """What an engine has done in all: response tokens returned, seconds paused for updates. Fewer than before: it was replaced."""
+        before = self._engines.get(number, (0, 0.0))
+        if tokens < before[0] or paused_s < before[1]:
+            before = 0, 0.0
+        done = self._of_engines.get(number, (0, 0.0))
+        self._of_engines[number] = done[0] + tokens - before[0], done[1] + paused_s - before[1]
+        self._engines[number] = tokens, paused_s
 
     def see(self, event: Event) -> None:
         """Take in an event of the scheduler."""
@@ -85,8 +96,9 @@ class Meter:
     def report(self, now_s: float) -> dict[str, float]:
         """The figures since the last report; counting begins anew.
 
-        `lag_k` is the number of groups trained with lag k. A refused group's length counts what was generated until it was cut, so
-        the true difference to trained ones is at least what `length_refused` and `length_trained` (tokens per completion) show.
+        Under `engine/N/`, response tokens per second that engine N returned, and seconds that it was paused for updates; the rest under
+        `buffer/`, where `lag_k` is the number of groups trained with lag k. A refused group's length counts what was generated until it
+        was cut, so the true difference to trained ones is at least what `length_refused` and `length_trained` (tokens per completion) show.
         """
         self.trainer(now_s, self._doing)
         span = now_s - self._begin_s
@@ -114,6 +126,11 @@ class Meter:
             **({"length_trained": tokens / self._trained[1]} if self._trained[1] else {}),
             **({"length_refused": self._cut[0] / self._cut[1]} if self._cut[1] else {}),
         }
+        engines = {
+            f"engine/{number}/{name}": value
+            for number, (tokens, paused_s) in sorted(self._of_engines.items())
+            for name, value in (("tokens_per_s", tokens / span if span > 0 else 0.0), ("paused_s", paused_s))
+        }
         self._begin_s = now_s
         self._reset()
-        return {f"buffer/{name}": value for name, value in figures.items()}
+        return {f"buffer/{name}": value for name, value in figures.items()} | engines

@@ -21,6 +21,7 @@ their tokens would be older than any useful lag, and a group that begins with co
 """
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Ticket:
         position: in the stream of prompts.
         admitted: version that the engines served then.
         oldest: oldest version that its tokens may have; while it waits, None.
-        started_s: when it was dispatched.
+        started_s: when it was dispatched; infinity while it has no engine.
         running: completion -> served version when it began.
         lengths: response tokens of those that have ended.
         kept: oldest version among those.
@@ -238,6 +239,14 @@ class Scheduler:
                 self._abort(ticket, "failed")
         return self._progress(ticket)
 
+    def stopped(self, position: int) -> None:
+        """What ran of a group is lost with its engine; its time stands still until it is `restarted`."""
+        self._ticket(position, "running", "aborting").started_s = math.inf
+
+    def restarted(self, position: int, now_s: float) -> None:
+        """Its completions have begun anew."""
+        self._ticket(position, "running", "aborting").started_s = now_s
+
     def wasted(self, position: int, reason: str, tokens: int) -> None:
         """Tokens of completions that were aborted because their group was complete without them."""
         self._record(Wasted(position, reason, tokens))
@@ -322,13 +331,17 @@ class Scheduler:
 
     def _wait(self, groups: Collection[Ticket], missing: int, now_s: float, *, due: bool) -> Wait:
         oldest = sorted(groups, key=lambda one: (one.started_s if one.stage != "waiting" else now_s, one.position))
-        since = [f" for {now_s - one.started_s:.0f} s" if one.stage != "waiting" else "" for one in oldest[:4]]
-        named = zip(oldest, since, strict=False)
-        names = ", ".join(f"group {one.position} (prompt {one.prompt}, {one.stage}{seconds})" for one, seconds in named)
+        names = ", ".join(f"group {one.position} (prompt {one.prompt}, {self._doing(one, now_s)})" for one in oldest[:4])
         more = f" and {len(oldest) - 4} more" if len(oldest) > 4 else ""
         whom = f"the trainer (step {self.step}) waits for {missing} " + ("of the groups that are due" if due else "more groups")
         text = f"{whom}: {names}{more}" if oldest else f"{whom}; none is admitted while the engines serve version {self.version}"
         return Wait(self.step, missing, frozenset(one.position for one in groups), due, text)
+
+    @staticmethod
+    def _doing(ticket: Ticket, now_s: float) -> str:
+        if ticket.stage == "waiting":
+            return "waiting"
+        return f"{ticket.stage} for {now_s - ticket.started_s:.0f} s" if ticket.started_s < math.inf else "without an engine"
 
     # ---- bookkeeping
 

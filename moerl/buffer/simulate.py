@@ -30,6 +30,7 @@ from moerl.errors import ConfigError
 
 Z_95 = 1.6448536269514722
 _TINY = 1e-300  # anything above 0
+_HOPELESS = 100  # times a step's groups that ran too long, with no step in between, after which none will ever be formed
 _EPSILON = 1e-9  # of a token: what floating point may leave of a completion that has ended
 
 
@@ -123,7 +124,11 @@ class Outcome:
 
 
 def simulate(cluster: Cluster) -> Outcome:
-    """Run the cluster for its steps; the same input gives the same output."""
+    """Run the cluster for its steps; the same input gives the same output.
+
+    Raises:
+        ConfigError: groups run longer than `buffer.group_timeout_s` again and again, so that no step is formed.
+    """
     return _Simulation(cluster).run()
 
 
@@ -221,7 +226,7 @@ class _Simulation:
         self.events: list[tuple[float, int, str, _Engine | None, int]] = []
         self.sequence = 0
         self.now_s = self.training_s = 0.0
-        self.version = self.trained = self.tokens = self.groups = 0
+        self.version = self.trained = self.tokens = self.groups = self.timeouts = 0
         self.idle, self.blockers = True, frozenset[int]()
         self.syncing = 0  # engines that do not serve the new version yet
 
@@ -239,7 +244,7 @@ class _Simulation:
                 if engine.stamp == stamp:
                     self._ended(engine)
             elif kind == "overdue":
-                self._cut(self.scheduler.overdue(self.now_s))
+                self._overdue()
             elif kind == "trained":
                 self._trained_step()
             else:
@@ -328,6 +333,14 @@ class _Simulation:
         elif engine.hungry:
             self._feed([engine])
 
+    def _overdue(self) -> None:
+        positions = self.scheduler.overdue(self.now_s)
+        self.timeouts += len(positions)
+        if self.timeouts > _HOPELESS * self.cluster.prompts_per_step:
+            limit = f"buffer.group_timeout_s {self.cluster.buffer.group_timeout_s:g} is too short"
+            raise ConfigError([f"{limit}: {self.timeouts} groups ran longer, with no step in between"])
+        self._cut(positions)
+
     def _cut(self, positions: Sequence[int]) -> None:
         for position in positions:
             engine = self.where.pop(position)
@@ -357,7 +370,7 @@ class _Simulation:
             self.idle, self.blockers = True, formed.blockers if formed.due else frozenset()
             self.meter.trainer(self.now_s, "wait_due" if formed.due else "wait_groups")
             return
-        self.idle, self.blockers = False, frozenset()
+        self.idle, self.blockers, self.timeouts = False, frozenset(), 0
         tokens = sum(sum(group.lengths) + len(group.lengths) * self.cluster.prompt_tokens for group in formed.groups)
         seconds = self.cluster.train_fixed_s + tokens * self.cluster.train_s_per_token
         self.training_s += seconds

@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 
 from moerl.cluster.calls import Calls
 from moerl.cluster.runtime import Runtime
+from moerl.cluster.slots import Look
 from moerl.config.schema import Config
 from moerl.errors import EngineError, WaitTimeout
 from moerl.models import ModelSpec
@@ -59,6 +60,8 @@ class EngineActor:
             seed=config.run.seed + number,
         )
         self._client: EngineClient | None = None
+        self._enough: dict[str, asyncio.Event] = {}  # of the calls of `some` that run, by request id
+        self._tokens, self._paused_s, self._paused_at = 0, 0.0, None
 
     async def start(self) -> str:
         """Start the server and wait until it is healthy; its url."""
@@ -70,10 +73,25 @@ class EngineActor:
 
     async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """One method of the engine's client."""
+        if method == "pause" and self._paused_at is None:
+            self._paused_at = time.monotonic()
         try:
-            return await getattr(self._connected(), method)(**arguments)
+            result = await getattr(self._connected(), method)(**arguments)
         except EngineError as error:
             raise await self._explained(error) from error
+        if method == "resume" and self._paused_at is not None:
+            self._paused_s += time.monotonic() - self._paused_at
+            self._paused_at = None
+        return result
+
+    async def look(self) -> Look:
+        """What the engine does at the moment, and has done so far.
+
+        Raises:
+            EngineError: it does not say.
+        """
+        pause_s = 0.0 if self._paused_at is None else time.monotonic() - self._paused_at
+        return Look(await self._connected().load(), self._tokens, self._paused_s + pause_s)
 
     async def generate(self, prompts: bytes, sampling: Sampling, group_size: int, tag: str) -> bytes:
         """Groups for encoded prompts, encoded; see `generate_groups`."""
@@ -89,11 +107,20 @@ class EngineActor:
     async def some(self, prompt: bytes, sampling: Sampling, indices: Sequence[int], keep: int, rid: str) -> bytes:
         """An encoded `Outcome` for an encoded prompt; see `generate_some`."""
         decoded = msgspec.msgpack.decode(prompt, type=Prompt)
+        options = {"indices": indices, "keep": keep, "rid": rid, "engine": self._number}
+        enough = self._enough.setdefault(rid, asyncio.Event())
         try:
-            outcome = await generate_some(self._connected(), decoded, sampling, indices=indices, keep=keep, rid=rid, engine=self._number)
+            outcome = await generate_some(self._connected(), decoded, sampling, enough=enough, **options)
         except EngineError as error:
             raise await self._explained(error) from error
+        finally:
+            del self._enough[rid]
+        self._tokens += outcome.tokens
         return msgspec.msgpack.encode(outcome)
+
+    async def give_up(self, rid: str) -> None:
+        """Have the call of `some` with this id return now, with what it has; it may be about to begin."""
+        self._enough.setdefault(rid, asyncio.Event()).set()
 
     async def alive(self) -> bool:
         return self._server.alive()

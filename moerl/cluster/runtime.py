@@ -93,6 +93,8 @@ def _local(gpus: Sequence[str]) -> Iterator[Runtime]:
     # Ray's sockets live below this folder, and their paths may not exceed 107 characters.
     folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_FOLDER)
     variables = {"PYTHONPATH": _python_path(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    # Engines inherit it. Ray's own default, 15, would leave them next to nothing of a core that a trainer or another process wants as well.
+    variables["RAY_worker_niceness"] = "0"
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:

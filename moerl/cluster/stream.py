@@ -12,8 +12,7 @@ again once all engines hold a version; a sample with a token of a version that w
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,6 +28,7 @@ from moerl.buffer.metrics import Doing, Meter
 from moerl.buffer.scheduler import Formed, Scheduler
 from moerl.cluster.calls import own_error
 from moerl.cluster.rewards import RewardWorkers
+from moerl.cluster.slots import Look, Slots
 from moerl.config.schema import Config
 from moerl.errors import EngineError, MoerlError, RolloutError, TaskError
 from moerl.rollout.curriculum import take
@@ -39,8 +39,9 @@ logger = logging.getLogger(__name__)
 
 _BREAKER = 8
 """Groups in a row whose rewards failed, after which admission stops and the run ends."""
-_LATE_S = 0.1
-"""How long after its time a group that runs too long is looked for."""
+_LOOK_S = 0.5
+"""How often the engines are asked what they do, and groups are looked for that run too long."""
+_LOOK_TIMEOUT_S = 10.0
 
 Step = tuple[list[bytes], dict[str, float]]
 """What a step is made of: encoded groups, and figures of how they came about."""
@@ -62,7 +63,10 @@ class Stream:
         self._rewards = RewardWorkers(config.task)
         self._engines: list[Any] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}  # group -> from its dispatch to its rewards
-        self._busy: dict[int, tuple[int, int]] = {}  # group -> (engine, completions that run there)
+        self._slots = Slots(config.engine.max_running_requests)
+        self._asked: dict[int, tuple[Any, str]] = {}  # group -> (engine's actor, id of the call) that it waits for
+        self._given_up: set[int] = set()  # groups that the scheduler wants aborted
+        self._looking: asyncio.Task[None] | None = None
         self._ready: dict[int, bytes] = {}
         self._handed: tuple[int, Step] | None = None
         self._announced, self._held, self._stopping, self._calls = 0, True, False, 0
@@ -95,6 +99,7 @@ class Stream:
             step=step,
         )
         await self._rewards.start()
+        self._looking = asyncio.create_task(self._look())
 
     # ---- what the driver says
 
@@ -109,7 +114,7 @@ class Stream:
         self._announced = max(self._announced, version)
         if self._config.sync.interrupt == "drain":
             self._held = True
-            await self._until(lambda: not self._busy or self._trouble is not None)
+            await self._until(lambda: not self._slots or self._trouble is not None)
 
     def published(self, version: int) -> None:
         """All engines serve `version`, completely."""
@@ -146,8 +151,7 @@ class Stream:
         return self._handed[1]
 
     def _hand_over(self, formed: Formed) -> Step:
-        for position in formed.late:
-            self._tasks[position].cancel()
+        self._give_up(formed.late)
         groups = [self._ready.pop(group.position) for group in formed.groups]
         self._meter.ready.set(time.monotonic(), len(self._ready))
         self._pump()
@@ -170,7 +174,7 @@ class Stream:
     async def stop(self) -> None:
         """End everything that runs. The ledger still owes it, so that a run which resumes begins it again."""
         self._stopping = True
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *([self._looking] if self._looking is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -184,8 +188,7 @@ class Stream:
             return
         with self._telling():
             now = time.monotonic()
-            for position in self._scheduler.overdue(now):
-                self._tasks[position].cancel()
+            self._give_up(self._scheduler.overdue(now))
             if not self._held and self._engines:
                 for position in self._scheduler.wants():
                     self._scheduler.admit(position, self._prompt(position).id, now)
@@ -193,22 +196,25 @@ class Stream:
 
     def _dispatch(self, now_s: float) -> None:
         """Give waiting groups to the engines that have the least to do, while those can run a whole group more."""
-        load: Counter[int] = Counter()
-        for engine, completions in self._busy.values():
-            load[engine] += completions
-        limit = max(self._config.engine.max_running_requests, self._width)
         while (position := self._scheduler.next_waiting()) is not None:
-            engine = min(range(len(self._engines)), key=load.__getitem__)
-            if load[engine] + self._width > limit:
+            engine = self._slots.room(len(self._engines), self._width)
+            if engine is None:
                 break
-            load[engine] += self._width
             samples = list(self._scheduler.dispatched(position, now_s))
             self._occupy(position, engine, len(samples))
             task = self._tasks[position] = asyncio.create_task(self._carry(position, samples, engine))
             task.add_done_callback(partial(self._ended, position))
-            if self._config.buffer.group_timeout_s is not None:
-                asyncio.get_running_loop().call_later(self._config.buffer.group_timeout_s + _LATE_S, self._pump)
-        self._meter.paced.set(now_s, max(0, self._meter.slots - load.total()) if position is None else 0)
+        self._meter.paced.set(now_s, max(0, self._meter.slots - self._slots.load().total()) if position is None else 0)
+
+    def _give_up(self, positions: Collection[int]) -> None:
+        """End groups that the scheduler wants aborted: what runs returns with what it has, and what waits for an engine is cancelled."""
+        self._given_up.update(positions)
+        for position in positions:
+            if position in self._asked:
+                engine, rid = self._asked[position]
+                engine.give_up.remote(rid)
+            else:
+                self._tasks[position].cancel()
 
     def _prompt(self, position: int) -> Prompt:
         (prompt,) = take(self._prompts, position=position, count=1, seed=self._config.run.seed)
@@ -216,15 +222,16 @@ class Stream:
 
     async def _carry(self, position: int, samples: list[int], engine: int) -> None:
         """A group from its dispatch to its rewards, whatever happens to engines on the way."""
-        group = await self._generate(position, samples, engine)
+        group, cut = await self._generate(position, samples, engine)
         if group is None:
-            self._scheduler.refuse(position, time.monotonic())
+            self._scheduler.refuse(position, time.monotonic(), cut=cut)
         else:
             await self._reward(position, group)
 
     def _ended(self, position: int, task: asyncio.Task[None]) -> None:
         """A group's task is over: as it should be, failed, or cancelled because the scheduler wanted the group aborted."""
         del self._tasks[position]
+        self._given_up.discard(position)
         self._release(position)
         if self._stopping:
             return
@@ -235,42 +242,50 @@ class Stream:
                 task.result()
         self._pump()
 
-    async def _generate(self, position: int, samples: list[int], engine: int) -> Group | None:
-        """The complete group; None if it came to nothing."""
+    async def _generate(self, position: int, samples: list[int], engine: int) -> tuple[Group | None, list[int]]:
+        """(the complete group, or None if it came to nothing; then, tokens of each completion that was cut)"""
         prompt, kept, fate = self._prompt(position), [], "running"
         while samples and fate == "running":
             began = self._scheduler.version
             outcome = await self._ask(position, prompt, samples, self._config.rollout.group_size - len(kept), engine)
-            samples, unneeded = [], sum(outcome.cut.values())
+            if position in self._given_up:
+                fate = "aborting"
+            samples, unneeded = [], list(outcome.cut.values())
             for sample in outcome.samples:
                 length = len(sample.response_tokens)
                 if fate == "running":
                     kept.append(sample)
                     fate = self._scheduler.sample_done(position, sample.index, length, self._oldest(sample, began))
                 else:
-                    unneeded += length
+                    unneeded.append(length)
             for index, (reason, tokens) in outcome.failed.items():
                 logger.warning("completion %d of group %d is begun anew or left out: %s", index, position, reason)
                 if fate != "running":
                     self._scheduler.wasted(position, "unproved", tokens)
                 elif (fate := self._scheduler.sample_failed(position, index, "unproved", tokens)) == "again":
                     samples, fate = [*samples, index], "running"
+            if fate == "aborting":
+                return None, unneeded
             if unneeded:
-                self._scheduler.wasted(position, "oversampled", unneeded)
-        if fate == "aborting":
-            return None
-        return Group(prompt.id, prompt.answer, [msgspec.structs.replace(sample, index=number) for number, sample in enumerate(kept)])
+                self._scheduler.wasted(position, "oversampled", sum(unneeded))
+        samples_in_order = [msgspec.structs.replace(sample, index=number) for number, sample in enumerate(kept)]
+        return Group(prompt.id, prompt.answer, samples_in_order), []
 
     async def _ask(self, position: int, prompt: Prompt, samples: list[int], keep: int, engine: int) -> Outcome:
         """Have an engine generate; what one that dies was doing is done again, when all engines hold a version."""
+        lost = False
         while True:
-            if position not in self._busy:  # its dispatch has seen to this the first time
+            if position not in self._slots:  # its dispatch has seen to this the first time
                 await self._until(lambda: not self._held and self._trouble is None)
                 engine = min(engine, len(self._engines) - 1)
                 self._occupy(position, engine, len(samples))
+            if lost:
+                self._scheduler.restarted(position, time.monotonic())
             self._calls += 1
+            rid = f"g{position}.{self._calls}"
             engines, sampling = self._engines, replace(self._sampling, shares=self._scheduler.version)
-            call = engines[engine].some.remote(msgspec.msgpack.encode(prompt), sampling, samples, keep, f"g{position}.{self._calls}")
+            call = engines[engine].some.remote(msgspec.msgpack.encode(prompt), sampling, samples, keep, rid)
+            self._asked[position] = engines[engine], rid
             try:
                 return msgspec.msgpack.decode(await call, type=Outcome)
             except asyncio.CancelledError:
@@ -281,11 +296,16 @@ class Stream:
             except RayTaskError as error:
                 found = own_error(error, f"engine {engine}")
             finally:
+                del self._asked[position]
                 self._release(position)
             if not isinstance(found, EngineError):
                 raise found
             if engines is self._engines:  # else it has been replaced before this came to light
                 self._fail(found)
+            if position in self._given_up:
+                return Outcome([], {}, {})  # nobody knows what it had sampled
+            self._scheduler.stopped(position)
+            lost = True
 
     async def _reward(self, position: int, group: Group) -> None:
         try:
@@ -320,13 +340,31 @@ class Stream:
         return min(versions)
 
     def _occupy(self, position: int, engine: int, completions: int) -> None:
-        self._busy[position] = engine, completions
-        self._meter.running.set(time.monotonic(), sum(count for _, count in self._busy.values()))
+        self._slots.occupy(position, engine, completions, time.monotonic())
+        self._count()
 
     def _release(self, position: int) -> None:
-        self._busy.pop(position, None)
-        self._meter.running.set(time.monotonic(), sum(count for _, count in self._busy.values()))
+        self._slots.release(position)
+        self._count()
         self._changed.set()
+
+    def _count(self) -> None:
+        self._meter.running.set(time.monotonic(), min(self._meter.slots, self._slots.load().total()))
+
+    async def _look(self) -> None:
+        """Ask the engines what they do, again and again. One that doesn't answer is not reported here: the calls of its groups are."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            engines, settled = self._engines, self._slots.settled(time.monotonic())
+            answers = [asyncio.wait_for(engine.look.remote(), _LOOK_TIMEOUT_S) for engine in engines]
+            found = await asyncio.gather(*answers, return_exceptions=True)
+            if engines is self._engines:
+                for number, look in enumerate(found):
+                    if isinstance(look, Look):
+                        self._slots.looked(number, settled[number], look.running)
+                        self._meter.engine(number, look.tokens, look.paused_s)
+                self._count()
+                self._pump()
 
     def _fail(self, error: Exception) -> None:
         """Nothing more begins; whoever asks for groups hears why. Engines can be replaced, so any other trouble counts more."""

@@ -10,6 +10,7 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moerl.config.guards import replay_problems
@@ -74,6 +75,12 @@ def model_problems(config: Config, spec: "ModelSpec") -> list[str]:
         )
     if spec.experts % parallel.ep:
         problems.append(f"parallel.ep: the model's {spec.experts} experts cannot be split over {parallel.ep} ranks; choose a divisor")
+    checkpoint = config.model.megatron_checkpoint
+    if checkpoint and not (Path(checkpoint) / "metadata.json").is_file():
+        problems.append(
+            f"model.megatron_checkpoint: {checkpoint} is no Megatron distributed checkpoint, it has no metadata.json; make one with "
+            f"`moerl convert hf-to-megatron {config.model.path} {checkpoint}`, or leave the setting out"
+        )
     heads = hf["num_attention_heads"]
     for name, size in (("parallel.tp", parallel.tp), ("engine.tp", config.engine.tp)):
         if heads % size:
@@ -150,6 +157,11 @@ def token_budgets(check: Check) -> Iterator[Problem]:
         yield Problem(
             (*reads, "train.tokens_per_microbatch"),
             f"train.tokens_per_microbatch {config.train.tokens_per_microbatch} cannot hold one sequence: {sentence}",
+        )
+    if config.diagnostics.capture_every_steps and 0 < config.diagnostics.capture_tokens < longest:
+        yield Problem(
+            (*reads, "diagnostics.capture_every_steps", "diagnostics.capture_tokens"),
+            f"diagnostics.capture_tokens {config.diagnostics.capture_tokens} may not hold one whole sample: {sentence}; raise it, or set 0",
         )
     margin = config.objective.overlong_margin_tokens
     if margin >= rollout.max_new_tokens:
@@ -275,6 +287,18 @@ def waits(check: Check) -> Iterator[Problem]:
         )
 
 
+def capturing(check: Check) -> Iterator[Problem]:
+    """With a lag a capture is made where the weights that sampled are put back, which is when mismatch is measured."""
+    config = check.config
+    every, measured = config.diagnostics.capture_every_steps, config.diagnostics.mismatch_every_steps
+    if config.buffer.max_lag and every and (not measured or every % measured):
+        yield Problem(
+            ("diagnostics.capture_every_steps", "diagnostics.mismatch_every_steps", "buffer.max_lag"),
+            f"diagnostics.capture_every_steps {every} must be a multiple of diagnostics.mismatch_every_steps, which is {measured}: with "
+            f"buffer.max_lag {config.buffer.max_lag} the weights that sampled are kept only where mismatch is measured",
+        )
+
+
 def evaluation(check: Check) -> Iterator[Problem]:
     config = check.config
     heldout, evaluate = config.task.heldout_prompts, config.diagnostics.evaluate
@@ -295,12 +319,13 @@ def replay_guards(check: Check) -> Iterator[Problem]:
     config = check.config
     if not config.replays:
         return
-    reads = ("replay.actor", "replay.reference", "replay.expert_bias", "replay.aux_loss", "diagnostics.mismatch_every_steps")
+    measured = ("diagnostics.mismatch_every_steps", "diagnostics.capture_every_steps")
+    reads = ("replay.actor", "replay.reference", "replay.expert_bias", "replay.aux_loss", *measured)
     for sentence in replay_problems(config.megatron):
         yield Problem(
             (f"megatron.{sentence.split()[0]}", *reads),
             f"megatron.{sentence} (or let no pass replay or count routes: replay.actor and replay.reference 'off', replay.expert_bias and "
-            "replay.aux_loss 'frozen', diagnostics.mismatch_every_steps 0)",
+            "replay.aux_loss 'frozen', diagnostics.mismatch_every_steps and diagnostics.capture_every_steps 0)",
         )
 
 
@@ -355,6 +380,7 @@ SILENT = (
     ("buffer.length_memory", "buffer.longest_first", lambda config: config.buffer.longest_first),
     ("replay.reference", "objective.kl_coef", lambda config: config.objective.kl_coef > 0),
     ("replay.evaluation", "diagnostics.mismatch_every_steps", lambda config: config.diagnostics.mismatch_every_steps > 0),
+    ("diagnostics.capture_tokens", "diagnostics.capture_every_steps", lambda config: config.diagnostics.capture_every_steps > 0),
     ("diagnostics.evaluate_every_steps", "diagnostics.evaluate", lambda config: config.diagnostics.evaluate),
 )
 """(setting, the setting that decides whether it counts, whether it does)."""
@@ -399,6 +425,7 @@ RULES: tuple[Callable[[Check], Iterator[Problem]], ...] = (
     task,
     correction,
     losses,
+    capturing,
     evaluation,
     replay_guards,
     replay_modes,

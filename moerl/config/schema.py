@@ -30,6 +30,9 @@ class Run(Section):
 class Model(Section):
     path: str
     """Hugging Face folder of the policy at version 0 (config.json, *.safetensors, tokenizer)."""
+    megatron_checkpoint: str = ""
+    """Megatron distributed checkpoint of the same model (`moerl convert hf-to-megatron`): the trainer takes the weights of version 0 from
+    it, and the engines from the trainer. Config and tokenizer still come from `path`. Empty: the weights come from there as well."""
 
 
 class Task(Section):
@@ -295,7 +298,13 @@ class Diagnostics(Section):
     """What is measured beside training."""
 
     mismatch_every_steps: NonNegative = 1
-    """Measure every n steps, on the same rollouts, what the trainer would do by itself: routes that differ, KL without replay. 0: off."""
+    """Measure every n steps, on the same rollouts, what the trainer would do by itself: routes that differ, KL without replay. With a lag
+    also without staleness: the weights of that step are kept on the CPU until max_lag steps later, and put back to measure with. 0: off."""
+    capture_every_steps: NonNegative = 0
+    """Write every n steps, token by token, what engine and trainer did with the same samples to `mismatch/`, for the report: routes,
+    margins, logprobs with and without replay. 0: off."""
+    capture_tokens: NonNegative = 8192
+    """At most so many input rows per captured step, of whole samples drawn by `run.seed`. 0: all."""
     evaluate_every_steps: NonNegative = 0
     """Accuracy on held-out prompts every n steps, besides before and after. 0: only before and after."""
     evaluate: bool = True
@@ -352,8 +361,8 @@ class Config(Section):
     @property
     def replays(self) -> bool:
         """Whether some pass of the trainer replays, records or counts routes, and so needs Megatron's hook."""
-        replay = self.replay
-        return replay.actor != "off" or replay.reference != "off" or self.diagnostics.mismatch_every_steps > 0 or self.balances
+        replay, measured = self.replay, self.diagnostics.mismatch_every_steps > 0 or self.diagnostics.capture_every_steps > 0
+        return replay.actor != "off" or replay.reference != "off" or measured or self.balances
 
     @property
     def balances(self) -> bool:

@@ -1,10 +1,12 @@
-"""What model families have in common: embeddings, gated MLPs, routed experts, and how a config spells its rotary settings.
+"""What model families have in common: embeddings, gated MLPs, routed and shared experts, which layers have them, rotary settings.
 
-A family file puts its `Param`s together from these and from its own attention.
+A family file puts its `Param`s together from these and from its attention (`mla`, `gqa`).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moerl.models.checks import Fields
 from moerl.models.spec import LayerKind, Param
 
 ATTN = "model.layers.{layer}.self_attn."
@@ -52,9 +54,25 @@ def layer_norms(hidden: int, *, fused_into: str = "") -> tuple[Param, Param]:
     )
 
 
-def router(experts: int, hidden: int) -> Param:
-    """The router's scores."""
-    return Param(M_MLP + "router.weight", (MLP + "gate.weight",), (experts, hidden), layers="moe", engine=MLP + "gate.weight")
+def router(experts: int, hidden: int, *, fp32: bool = False) -> Param:
+    """The router's scores.
+
+    Args:
+        fp32: engines keep them in float32.
+    """
+    name = MLP + "gate.weight"
+    return Param(M_MLP + "router.weight", (name,), (experts, hidden), layers="moe", engine=name, fp32=fp32)
+
+
+def router_bias(experts: int) -> Param:
+    """The correction that is added to the scores for the choice of experts only."""
+    name = MLP + "gate.e_score_correction_bias"
+    return Param(M_MLP + "router.expert_bias", (name,), (experts,), layers="moe", engine=name, fp32=True)
+
+
+def shared_experts(hidden: int, width: int) -> tuple[Param, ...]:
+    """The experts that every token uses: one gated MLP of all their widths together; none where that is 0."""
+    return gated_mlp(MLP + "shared_experts.", M_MLP + "shared_experts.", hidden, width, "moe") if width else ()
 
 
 def gated_mlp(prefix_hf: str, prefix_megatron: str, hidden: int, width: int, layers: LayerKind) -> tuple[Param, ...]:
@@ -93,7 +111,53 @@ def routed_experts(hidden: int, width: int) -> tuple[Param, ...]:
     )
 
 
-def rope_settings(hf: dict[str, Any]) -> tuple[float, str, dict[str, Any]]:
+def dense_first(fields: Fields) -> tuple[int, ...]:
+    """MoE layers of a model whose first layers are dense: from `first_k_dense_replace` on, those that `moe_layer_freq` divides."""
+    first, step = fields["first_k_dense_replace"], fields["moe_layer_freq"]
+    return tuple(layer for layer in range(fields["num_hidden_layers"]) if layer >= first and layer % step == 0)
+
+
+def sizes(hf: dict[str, Any], fields: Fields, experts: int, moe_layers: tuple[int, ...]) -> dict[str, Any]:
+    """What `ModelSpec` wants to know of every model."""
+    return {
+        "hf_config": hf,
+        "layers": fields["num_hidden_layers"],
+        "moe_layers": moe_layers,
+        "experts": experts,
+        "topk": fields["num_experts_per_tok"],
+        "hidden_size": fields["hidden_size"],
+        "vocab_size": fields["vocab_size"],
+        "tied_embeddings": fields["tie_word_embeddings"],
+    }
+
+
+def megatron_moe(fields: Fields, experts: int, moe_layers: Sequence[int]) -> dict[str, Any]:
+    """Megatron's options that every family has: sizes, and which layers route to how many of how many experts."""
+    chosen = set(moe_layers)
+    return {
+        "num_layers": fields["num_hidden_layers"],
+        "hidden_size": fields["hidden_size"],
+        "ffn_hidden_size": fields["intermediate_size"],
+        "layernorm_epsilon": fields["rms_norm_eps"],
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": fields["moe_intermediate_size"],
+        "moe_layer_freq": [int(layer in chosen) for layer in range(fields["num_hidden_layers"])],
+        "moe_router_topk": fields["num_experts_per_tok"],
+    }
+
+
+def megatron_groups(fields: Fields) -> dict[str, Any]:
+    """Megatron's options for shared experts, and for a choice that is scaled and limited to the best groups of experts."""
+    groups, shared = fields["n_group"], fields["n_shared_experts"] * fields["moe_intermediate_size"]
+    return {
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": fields["topk_group"] if groups > 1 else None,
+        "moe_router_topk_scaling_factor": float(fields["routed_scaling_factor"]),
+        "moe_shared_expert_intermediate_size": shared or None,
+    }
+
+
+def rope_settings(hf: Mapping[str, Any]) -> tuple[float, str, dict[str, Any]]:
     """(base, kind, all else) of the rotary embedding; from `rope_scaling`, or the `rope_parameters` that transformers >= 5 writes."""
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     theta = hf["rope_theta"] if "rope_theta" in hf else rope.get("rope_theta", 10000.0)

@@ -1,161 +1,106 @@
-"""DeepSeek-V2/V3 and its relatives (Moonlight, Kimi-K2): MLA, a few dense layers, shared experts, grouped routing.
+"""DeepSeek-V3 and its relatives (R1, V3.1, Kimi-K2, Moonlight): MLA, a few dense layers, shared experts, grouped sigmoid routing.
 
 Sources: the published `config.json` and tensor inventories of DeepSeek-V3, Kimi-K2 and Moonlight; arXiv 2412.19437.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-from moerl.models import blocks
-from moerl.models.blocks import ATTN, M_ATTN, M_MLP, MLP
+from moerl.models import blocks, checks, mla
+from moerl.models.blocks import M_MLP, MLP
+from moerl.models.checks import Fields
+from moerl.models.mtp import mtp_params
 from moerl.models.spec import ModelSpec, Param
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 
+REQUIRED = (
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "rms_norm_eps",
+    *mla.REQUIRED,
+)
+OPTIONAL = {
+    "n_shared_experts": 0,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    **mla.OPTIONAL,
+}
+"""Fields that a config may leave out, and what that means."""
 
-def _attention(hf: dict[str, Any]) -> tuple[Param, ...]:
-    hidden, heads, rope, lora = hf["hidden_size"], hf["num_attention_heads"], hf["qk_rope_head_dim"], hf["kv_lora_rank"]
-    nope, value, q_lora = hf["qk_nope_head_dim"], hf["v_head_dim"], hf.get("q_lora_rank")
-    fused = ATTN + "fused_qkv_a_proj_with_mqa.weight"
-    if q_lora:
-        query = (
-            Param(
-                M_ATTN + "linear_q_down_proj.weight",
-                (ATTN + "q_a_proj.weight",),
-                (q_lora, hidden),
-                0,
-                engine=fused,
-                engine_replicated=True,
-            ),
-            Param(
-                M_ATTN + "q_layernorm.weight",
-                (ATTN + "q_a_layernorm.weight",),
-                (q_lora,),
-                engine=ATTN + "q_a_layernorm.weight",
-                aliases=(M_ATTN + "linear_q_up_proj.layer_norm_weight",),
-            ),
-            Param(
-                M_ATTN + "linear_q_up_proj.weight",
-                (ATTN + "q_b_proj.weight",),
-                (heads * (nope + rope), q_lora),
-                0,
-                engine=ATTN + "q_b_proj.weight",
-            ),
-        )
-    else:
-        fused = ATTN + "kv_a_proj_with_mqa.weight"
-        name = ATTN + "q_proj.weight"
-        query = (Param(M_ATTN + "linear_q_proj.weight", (name,), (heads * (nope + rope), hidden), 0, engine=name),)
+_SPELLINGS = {**checks.SPELLINGS, "num_local_experts": "n_routed_experts"}
+
+
+def _fields(hf: dict[str, Any]) -> Fields:
+    return checks.complete(hf, REQUIRED, OPTIONAL, _SPELLINGS)
+
+
+def problems(hf: dict[str, Any]) -> Iterator[str]:
+    """Everything in a `config.json` that this file does not describe."""
+    fields = _fields(hf)
+    yield from checks.missing(fields, REQUIRED, MODEL_TYPES[0])
+    yield from checks.foreign(hf)
+    yield from checks.expected(fields, "hidden_act", ("silu",))
+    yield from checks.expected(fields, "scoring_func", ("sigmoid",))
+    yield from checks.expected(fields, "topk_method", ("noaux_tc",), "experts are chosen by scores with a correction bias")
+    yield from checks.expected(fields, "norm_topk_prob", (True,), "Megatron always normalises sigmoid scores")
+    yield from checks.count(fields, "moe_layer_freq", 1)
+    yield from checks.count(fields, "num_nextn_predict_layers", 0, 1)
+    yield from checks.routing(fields, "n_routed_experts", best=2, least=2)
+    yield from mla.problems(fields, hf)
+
+
+def _params(fields: Fields) -> tuple[Param, ...]:
+    hidden, vocab, experts, width = (fields[n] for n in ("hidden_size", "vocab_size", "n_routed_experts", "moe_intermediate_size"))
+    tied = fields["tie_word_embeddings"]
+    first, second = blocks.layer_norms(hidden)
     return (
-        *query,
-        Param(
-            M_ATTN + "linear_kv_down_proj.weight",
-            (ATTN + "kv_a_proj_with_mqa.weight",),
-            (lora + rope, hidden),
-            0,
-            engine=fused,
-            engine_replicated=True,
-        ),
-        Param(
-            M_ATTN + "kv_layernorm.weight",
-            (ATTN + "kv_a_layernorm.weight",),
-            (lora,),
-            engine=ATTN + "kv_a_layernorm.weight",
-            aliases=(M_ATTN + "linear_kv_up_proj.layer_norm_weight",),
-        ),
-        Param(
-            M_ATTN + "linear_kv_up_proj.weight",
-            (ATTN + "kv_b_proj.weight",),
-            (heads * (nope + value), lora),
-            0,
-            engine=ATTN + "kv_b_proj.weight",
-        ),
-        Param(
-            M_ATTN + "linear_proj.weight",
-            (ATTN + "o_proj.weight",),
-            (hidden, heads * value),
-            1,
-            engine=ATTN + "o_proj.weight",
-        ),
+        blocks.embedding(vocab, hidden, tied=tied),
+        first,
+        *mla.attention(fields),
+        second,
+        *blocks.gated_mlp(MLP, M_MLP, hidden, fields["intermediate_size"], "dense"),
+        blocks.router(experts, hidden),
+        blocks.router_bias(experts),
+        *blocks.shared_experts(hidden, fields["n_shared_experts"] * width),
+        *blocks.routed_experts(hidden, width),
+        *blocks.head(vocab, hidden, tied=tied),
     )
 
 
-def _params(hf: dict[str, Any], shared: int, bias: bool, tied: bool) -> tuple[Param, ...]:
-    hidden, vocab, width = hf["hidden_size"], hf["vocab_size"], hf["moe_intermediate_size"]
-    first, second = blocks.layer_norms(hidden)
-    params = [
-        blocks.embedding(vocab, hidden, tied=tied),
-        first,
-        *_attention(hf),
-        second,
-        *blocks.gated_mlp(MLP, M_MLP, hidden, hf["intermediate_size"], "dense"),
-        blocks.router(hf["n_routed_experts"], hidden),
-    ]
-    if bias:
-        name = MLP + "gate.e_score_correction_bias"
-        params.append(Param(M_MLP + "router.expert_bias", (name,), (hf["n_routed_experts"],), layers="moe", engine=name, fp32=True))
-    if shared:
-        params += blocks.gated_mlp(MLP + "shared_experts.", M_MLP + "shared_experts.", hidden, shared * width, "moe")
-    return (*params, *blocks.routed_experts(hidden, width), *blocks.head(vocab, hidden, tied=tied))
-
-
-def _rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's rotary settings."""
-    theta, kind, rope = blocks.rope_settings(hf)
-    if kind == "default":
-        return {"rope_type": "rope", "rotary_base": theta}
-    return {
-        "rope_type": "yarn",
-        "rotary_base": theta,
-        "rotary_scaling_factor": float(rope["factor"]),
-        "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
-        "beta_fast": float(rope.get("beta_fast", 32)),
-        "beta_slow": float(rope.get("beta_slow", 1)),
-        "mscale": float(rope.get("mscale", 1.0)),
-        "mscale_all_dim": float(rope.get("mscale_all_dim", 0.0)),
-    }
-
-
 def spec(hf: dict[str, Any]) -> ModelSpec:
-    """Build the specification from a parsed `config.json` (already known to be of one of `MODEL_TYPES`)."""
-    layers, dense, freq = hf["num_hidden_layers"], hf["first_k_dense_replace"], hf.get("moe_layer_freq", 1)
-    moe_layers = tuple(i for i in range(layers) if i >= dense and i % freq == 0)
-    shared = hf.get("n_shared_experts") or 0
-    bias = hf.get("topk_method", "noaux_tc") == "noaux_tc"
-    tied = bool(hf.get("tie_word_embeddings", False))
-    groups = hf.get("n_group") or 1
-    megatron = {
-        "num_layers": layers,
-        "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "num_attention_heads": hf["num_attention_heads"],
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "q_lora_rank": hf.get("q_lora_rank"),
-        "kv_lora_rank": hf["kv_lora_rank"],
-        "qk_head_dim": hf["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
-        "v_head_dim": hf["v_head_dim"],
-        "num_moe_experts": hf["n_routed_experts"],
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_layer_freq": [int(i in set(moe_layers)) for i in range(layers)],
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": hf.get("topk_group") if groups > 1 else None,
-        "moe_router_score_function": hf.get("scoring_func", "sigmoid"),
-        "moe_router_enable_expert_bias": bias,
-        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 1.0)),
-        "moe_shared_expert_intermediate_size": shared * hf["moe_intermediate_size"] if shared else None,
-        **_rope(hf),
-    }
+    """Build the specification from a parsed `config.json` (already known to be of one of `MODEL_TYPES`).
+
+    Raises:
+        ModelError: naming every field whose value is not supported.
+    """
+    checks.refuse("config.json describes a deepseek_v3 model that is not supported", problems(hf))
+    fields = _fields(hf)
+    params, moe_layers, experts = _params(fields), blocks.dense_first(fields), fields["n_routed_experts"]
     return ModelSpec(
         family="deepseek",
-        hf_config=hf,
-        layers=layers,
-        moe_layers=moe_layers,
-        experts=hf["n_routed_experts"],
-        topk=hf["num_experts_per_tok"],
-        hidden_size=hf["hidden_size"],
-        vocab_size=hf["vocab_size"],
-        tied_embeddings=tied,
-        params=_params(hf, shared, bias, tied),
-        megatron=megatron,
+        **blocks.sizes(hf, fields, experts, moe_layers),
+        params=params,
+        mtp_params=mtp_params(params, fields["hidden_size"]) if fields["num_nextn_predict_layers"] else (),
+        megatron={
+            **blocks.megatron_moe(fields, experts, moe_layers),
+            **blocks.megatron_groups(fields),
+            **mla.megatron(fields, hf),
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
     )

@@ -6,69 +6,76 @@ Sources: the published `config.json` and tensor inventory of Qwen3-30B-A3B and t
 from collections.abc import Iterator
 from typing import Any
 
-from moerl.errors import ModelError
-from moerl.models import blocks
-from moerl.models.blocks import ATTN, M_ATTN, M_MLP, MLP
+from moerl.models import blocks, checks, gqa
+from moerl.models.blocks import M_MLP, MLP
+from moerl.models.checks import Fields
 from moerl.models.spec import ModelSpec, Param
 
 MODEL_TYPES = ("qwen3_moe",)
 
+REQUIRED = (
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "rms_norm_eps",
+    *gqa.REQUIRED,
+)
+OPTIONAL = {
+    "head_dim": None,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": (),
+    "norm_topk_prob": False,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+"""Fields that a config may leave out, and what that means."""
 
-def _attention(hidden: int, heads: int, kv_heads: int, head: int) -> tuple[Param, ...]:
-    parts = ((heads * head, hidden), (kv_heads * head, hidden), (kv_heads * head, hidden))
-    return (
-        Param(
-            M_ATTN + "linear_qkv.weight",
-            tuple(f"{ATTN}{part}_proj.weight" for part in "qkv"),
-            parts[0],
-            0,
-            engine=ATTN + "qkv_proj.weight",
-            part_shapes=parts,
-            head_rows=head,
-        ),
-        Param(M_ATTN + "q_layernorm.weight", (ATTN + "q_norm.weight",), (head,), engine=ATTN + "q_norm.weight"),
-        Param(M_ATTN + "k_layernorm.weight", (ATTN + "k_norm.weight",), (head,), engine=ATTN + "k_norm.weight"),
-        Param(M_ATTN + "linear_proj.weight", (ATTN + "o_proj.weight",), (hidden, heads * head), 1, engine=ATTN + "o_proj.weight"),
-    )
+
+def _fields(hf: dict[str, Any]) -> Fields:
+    return checks.complete(hf, REQUIRED, OPTIONAL, {"num_local_experts": "num_experts"})
 
 
-def _params(hf: dict[str, Any], experts: int, kv_heads: int, head: int, *, tied: bool) -> tuple[Param, ...]:
-    hidden, vocab = hf["hidden_size"], hf["vocab_size"]
+def problems(hf: dict[str, Any]) -> Iterator[str]:
+    """Everything in a `config.json` that this file does not describe."""
+    fields = _fields(hf)
+    yield from checks.missing(fields, REQUIRED, MODEL_TYPES[0])
+    yield from checks.foreign(hf)
+    yield from checks.expected(fields, "hidden_act", ("silu",))
+    yield from checks.expected(fields, "attention_bias", (False,), "projections with a bias are not supported")
+    yield from checks.expected(fields, "use_sliding_window", (False,), "attention over a sliding window is not supported")
+    yield from checks.expected(fields, "partial_rotary_factor", (1.0,), "heads are rotated as a whole")
+    yield from checks.count(fields, "decoder_sparse_step", 1)
+    yield from checks.count(fields, "num_experts_per_tok", 1, fields["num_experts"])
+    yield from gqa.problems(fields, hf)
+    if not fields["head_dim"]:
+        yield from checks.divides(fields, "num_attention_heads", "hidden_size")
+
+
+def _params(fields: Fields) -> tuple[Param, ...]:
+    hidden, vocab, tied = fields["hidden_size"], fields["vocab_size"], fields["tie_word_embeddings"]
     first, second = blocks.layer_norms(hidden, fused_into="linear_qkv")
     return (
         blocks.embedding(vocab, hidden, tied=tied),
         first,
-        *_attention(hidden, hf["num_attention_heads"], kv_heads, head),
+        *gqa.attention(fields, bias=False, norms=True),
         second,
-        *blocks.gated_mlp(MLP, M_MLP, hidden, hf["intermediate_size"], "dense"),
-        blocks.router(experts, hidden),
-        *blocks.routed_experts(hidden, hf["moe_intermediate_size"]),
+        *blocks.gated_mlp(MLP, M_MLP, hidden, fields["intermediate_size"], "dense"),
+        blocks.router(fields["num_experts"], hidden),
+        *blocks.routed_experts(hidden, fields["moe_intermediate_size"]),
         *blocks.head(vocab, hidden, tied=tied),
     )
 
 
-def _unsupported(hf: dict[str, Any]) -> Iterator[str]:
-    """Fields whose values this family file does not describe."""
-    if hf.get("attention_bias"):
-        yield "attention_bias is true, expected false: projections with a bias are not supported"
-    if hf.get("use_sliding_window"):
-        yield "use_sliding_window is true, expected false: attention over a sliding window is not supported"
-    if hf.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act is {hf['hidden_act']!r}, expected 'silu'"
-    kind = blocks.rope_settings(hf)[1]
-    if kind != "default":
-        field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-        yield f"{field} asks for {kind!r}, expected none or 'default': scaled rotary embeddings are not supported"
-    heads, kv_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
-    if heads % kv_heads:
-        yield f"num_attention_heads is {heads}, expected a multiple of num_key_value_heads, which is {kv_heads}"
-    if hf.get("decoder_sparse_step", 1) < 1:
-        yield f"decoder_sparse_step is {hf['decoder_sparse_step']}, expected at least 1"
-
-
-def _moe_layers(hf: dict[str, Any]) -> tuple[int, ...]:
-    dense, step = set(hf.get("mlp_only_layers") or ()), hf.get("decoder_sparse_step", 1)
-    return tuple(layer for layer in range(hf["num_hidden_layers"]) if layer not in dense and (layer + 1) % step == 0)
+def _moe_layers(fields: Fields) -> tuple[int, ...]:
+    dense, step = set(fields["mlp_only_layers"]), fields["decoder_sparse_step"]
+    return tuple(layer for layer in range(fields["num_hidden_layers"]) if layer not in dense and (layer + 1) % step == 0)
 
 
 def spec(hf: dict[str, Any]) -> ModelSpec:
@@ -77,41 +84,20 @@ def spec(hf: dict[str, Any]) -> ModelSpec:
     Raises:
         ModelError: naming every field whose value is not supported.
     """
-    if wrong := list(_unsupported(hf)):
-        raise ModelError("config.json describes a qwen3_moe model that is not supported:\n" + "\n".join(f"  - {line}" for line in wrong))
-    layers, moe_layers = hf["num_hidden_layers"], _moe_layers(hf)
-    heads, kv_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
-    head = hf.get("head_dim") or hf["hidden_size"] // heads
-    experts = hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"]  # the latter is what transformers >= 5 writes
-    tied = bool(hf.get("tie_word_embeddings", False))
-    megatron = {
-        "num_layers": layers,
-        "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_query_groups": kv_heads,
-        "kv_channels": head,
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "num_moe_experts": experts,
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_layer_freq": [int(layer in moe_layers) for layer in range(layers)],
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_router_score_function": "softmax",
-        # Softmax over the chosen experts alone is softmax over all of them, normalised afterwards.
-        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
-        "moe_router_enable_expert_bias": False,
-    }
+    checks.refuse("config.json describes a qwen3_moe model that is not supported", problems(hf))
+    fields = _fields(hf)
+    moe_layers, experts = _moe_layers(fields), fields["num_experts"]
     return ModelSpec(
         family="qwen3",
-        hf_config=hf,
-        layers=layers,
-        moe_layers=moe_layers,
-        experts=experts,
-        topk=hf["num_experts_per_tok"],
-        hidden_size=hf["hidden_size"],
-        vocab_size=hf["vocab_size"],
-        tied_embeddings=tied,
-        params=_params(hf, experts, kv_heads, head, tied=tied),
-        megatron=megatron,
-        megatron_model={"rotary_base": blocks.rope_settings(hf)[0]},
+        **blocks.sizes(hf, fields, experts, moe_layers),
+        params=_params(fields),
+        megatron={
+            **blocks.megatron_moe(fields, experts, moe_layers),
+            **gqa.megatron(fields),
+            "moe_router_score_function": "softmax",
+            # Softmax over the chosen experts alone is softmax over all of them, normalised afterwards.
+            "moe_router_pre_softmax": not fields["norm_topk_prob"],
+            "moe_router_enable_expert_bias": False,
+        },
+        megatron_model=gqa.megatron_model(hf),
     )

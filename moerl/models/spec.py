@@ -11,9 +11,10 @@ Flow: `ModelSpec` in, names and axes out. Nothing here imports torch or Megatron
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
-LayerKind = Literal["once", "all", "dense", "moe"]
+LayerKind = Literal["once", "all", "dense", "moe", "mtp"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class Param:
         shape: of each HF part (all parts of one `Param` have the same shape).
         tp_axis: dimension that tensor parallelism cuts (expert tensor parallelism where `expert`), None if replicated.
             With several `hf` parts each part is cut by itself: a rank holds [gate shard; up shard].
-        layers: which layers have it.
+        layers: which layers have it; "mtp": those for multi-token prediction, which follow the decoder's in the checkpoint.
         expert: one tensor per routed expert, distributed by expert parallelism.
         engine: SGLang's parameter that these HF tensors become part of (see `engine_group`).
         aliases: the same parameter's other names (Transformer Engine fuses norms into linears; grouped experts).
-        fp32: kept in float32 everywhere (the router's correction bias).
+        fp32: engines keep it in float32, and so it travels (the router's correction bias, some routers' weights).
         engine_replicated: every engine rank holds all of it, although Megatron may cut it along `tp_axis`.
         part_shapes: of the HF parts, where they differ from each other (q, k, v); empty where each has `shape`.
         head_rows: rows of one attention head, where the parts are q, k, v of grouped-query attention; otherwise 0. Megatron then
@@ -79,7 +80,8 @@ class ModelSpec:
         topk: experts per token.
         vocab_size: rows of the embedding in the checkpoint.
         tied_embeddings: the output layer is the embedding; `params` then has no output layer.
-        params: all kinds of weights.
+        params: all kinds of weights outside of multi-token prediction.
+        mtp_params: all kinds of weights of the layer for multi-token prediction; empty if `config.json` announces none.
         megatron: keyword arguments for Megatron's transformer configuration (torch-free values).
         megatron_model: keyword arguments for Megatron's model, where its configuration has no field for them.
     """
@@ -96,14 +98,20 @@ class ModelSpec:
     params: tuple[Param, ...]
     megatron: dict[str, Any] = field(default_factory=dict)
     megatron_model: dict[str, Any] = field(default_factory=dict)
+    mtp_params: tuple[Param, ...] = ()
 
     @property
     def latent_attention(self) -> bool:
         """Whether attention is multi-latent (MLA), for which Megatron has a configuration of its own."""
         return "kv_lora_rank" in self.megatron
 
+    @property
+    def mtp_layers(self) -> int:
+        """Layers for multi-token prediction that follow the decoder's in the checkpoint: none or one."""
+        return 1 if self.mtp_params else 0
+
     def entries(self) -> Iterator["Entry"]:
-        """All weights of the model in canonical order: the same on every rank, layer by layer."""
+        """All weights of the model in canonical order: the same on every rank, layer by layer; without multi-token prediction."""
         for param in self.params:
             if param.layers == "once" and not param.megatron.startswith(("decoder.final", "output")):
                 yield Entry(param, None, None)
@@ -116,6 +124,36 @@ class ModelSpec:
         for param in self.params:
             if param.layers == "once" and param.megatron.startswith(("decoder.final", "output")):
                 yield Entry(param, None, None)
+
+    def mtp_entries(self) -> Iterator["Entry"]:
+        """The weights that multi-token prediction has to itself, in canonical order; `layer` is their number in the checkpoint."""
+        for param in self.mtp_params:
+            for expert in range(self.experts) if param.expert else (None,):
+                yield Entry(param, self.layers, expert)
+
+    def mtp_copies(self) -> dict[str, str]:
+        """HF tensors that repeat another one for multi-token prediction -> that one. Megatron and engines share it instead."""
+        if not self.mtp_params:
+            return {}
+        embedding, layer = "model.embed_tokens.weight", f"model.layers.{self.layers}."
+        head = embedding if self.tied_embeddings else "lm_head.weight"
+        return {layer + "embed_tokens.weight": embedding, layer + "shared_head.head.weight": head}
+
+    def tensor_count(self, *, mtp: bool = False) -> int:
+        """HF tensors of the checkpoint, without scales; with `mtp` also those of multi-token prediction, copies included."""
+        return sum(len(param.hf) * times for param, times in self._times(mtp)) + (len(self.mtp_copies()) if mtp else 0)
+
+    def parameter_count(self, *, mtp: bool = False) -> int:
+        """Elements of those tensors."""
+        own = sum(prod(param.part_shape(part)) * times for param, times in self._times(mtp) for part in range(len(param.hf)))
+        return own + (len(self.mtp_copies()) * self.vocab_size * self.hidden_size if mtp else 0)
+
+    def _times(self, mtp: bool) -> Iterator[tuple[Param, int]]:
+        """(kind, how many weights of it there are)"""
+        moe = len(self.moe_layers)
+        layers = {"once": 1, "all": self.layers, "dense": self.layers - moe, "moe": moe, "mtp": 1}
+        for param in (*self.params, *self.mtp_params) if mtp else self.params:
+            yield param, layers[param.layers] * (self.experts if param.expert else 1)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ Boxes are int64[n, 3, 2]: (first, one past the last) along experts, rows, column
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
 from moerl.models.spec import ModelSpec, Param
+from moerl.reshard.orders import DRAFT
 
 Box = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 """(first, one past the last) along experts, rows and columns."""
@@ -54,8 +55,8 @@ class Kind:
         return self.param.is_vocabulary
 
 
-def kinds(spec: ModelSpec) -> tuple[Kind, ...]:
-    """All kinds of HF tensors, in canonical order."""
+def kinds(spec: ModelSpec, *, mtp: bool = False) -> tuple[Kind, ...]:
+    """All kinds of HF tensors, in canonical order; with `mtp` also those of multi-token prediction, but for what repeats others."""
     layers: dict[Param, list[int]] = {}
     outside = -1
     for entry in spec.entries():
@@ -65,6 +66,8 @@ def kinds(spec: ModelSpec) -> tuple[Kind, ...]:
         layer = outside if entry.layer is None else entry.layer
         if not found or found[-1] != layer:
             found.append(layer)
+    if mtp:
+        layers |= {replace(param, engine=DRAFT + param.engine): [spec.layers] for param in spec.mtp_params}
     return tuple(
         Kind(param, part, tuple(where), spec.experts if param.expert else 1)
         for param, where in layers.items()

@@ -24,7 +24,7 @@ from moerl.reshard.link import EngineLink
 from moerl.reshard.node import node_name
 from moerl.reshard.plan import Plan, make_plan
 from moerl.reshard.sender import Sender, Sent
-from moerl.reshard.trainer_layout import TrainerTopology, check_shards, expected_shards, trainer_topology
+from moerl.reshard.trainer_layout import TrainerTopology, check_shards, expected_shards, is_compressed, trainer_topology
 from moerl.reshard.transport import LOST, Transport, open_transport
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 _NOT_SENT = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq", "freqs_cis")
 """Parts of names of engine tensors that follow from the configuration alone."""
+
+_Look = tuple[str, frozenset[int], bool, bool]
+"""(machine, layers held, whether compressed projections are whole although tensor parallelism could cut them, whether multi-token
+prediction is held)."""
 
 _REASON_S = 5.0
 """How long a failed transfer waits for an engine to say why."""
@@ -176,15 +180,16 @@ class Direct:
     def _plan(self, shards: Sequence[Shard], engines: list[list[orders.Description]], deadline: Deadline) -> Plan:
         """The same plan on every rank, checked against what both sides hold."""
         cpu = crew.first(lambda: self._link.backend == "gloo", deadline)
-        engine = replace(self._engine, cpu=cpu)
         looks = crew.all(lambda: _look(shards), deadline)
+        draft = any(look[3] for look in looks) and any(name.startswith(orders.DRAFT) for name in engines[0][0].parameters)
+        engine, ignored = replace(self._engine, cpu=cpu, draft=draft), _NOT_SENT if draft else (*_NOT_SENT, orders.DRAFT)
         names = [look[0] for look in looks] + [rank.node for ranks in engines for rank in ranks]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
 
         def make() -> Plan:
             for reported in engines:
                 held = [{name: Parameter(each.shape, each.dtype) for name, each in rank.parameters.items()} for rank in reported]
-                check_engine(engine_parameters(wire_kinds(self._spec, engine), engine), held, _NOT_SENT)
+                check_engine(engine_parameters(wire_kinds(self._spec, engine), engine), held, ignored)
             trainer = self._trainer(looks)
             check_shards(
                 expected_shards(self._spec, trainer, self._rank), {s.entry.megatron: tuple(s.tensor.shape) for s in shards}, self._rank
@@ -206,13 +211,14 @@ class Direct:
             )
         return plans[0]
 
-    def _trainer(self, looks: Sequence[tuple[str, frozenset[int], bool]]) -> TrainerTopology:
+    def _trainer(self, looks: Sequence[_Look]) -> TrainerTopology:
         """Sizes from the settings, the spread of layers and the kind of layers from what the ranks hold."""
         per_stage = self._world // self._parallel.pp
-        owners = {layer: rank // per_stage for rank, (_, layers, _) in enumerate(looks) for layer in layers}
+        owners = {layer: rank // per_stage for rank, look in enumerate(looks) for layer in look[1]}
         stages = tuple(len(list(run)) for _, run in groupby(owners[layer] for layer in sorted(owners)))
         whole = any(look[2] for look in looks)
-        return trainer_topology(self._parallel, self._world, transformer_engine=whole, stages=stages if self._parallel.pp > 1 else ())
+        found = trainer_topology(self._parallel, self._world, transformer_engine=whole, stages=stages if self._parallel.pp > 1 else ())
+        return replace(found, mtp=any(look[3] for look in looks))
 
     def _join(self, plan: Plan, epoch: int, deadline: Deadline) -> None:
         """Make the group of all trainer ranks and all engine ranks, trainer ranks first."""
@@ -303,11 +309,9 @@ class Direct:
             )
 
 
-def _look(shards: Sequence[Shard]) -> tuple[str, frozenset[int], bool]:
-    """(machine, layers held, whether compressed projections are whole although tensor parallelism could cut them)."""
-    layers = frozenset(shard.entry.layer for shard in shards if shard.entry.layer is not None)
+def _look(shards: Sequence[Shard]) -> _Look:
+    ahead = any(shard.entry.param.layers == "mtp" for shard in shards)
+    layers = frozenset(shard.entry.layer for shard in shards if shard.entry.layer is not None and shard.entry.param.layers != "mtp")
     cut = any(shard.parts > 1 for shard in shards if not shard.entry.param.expert)
-    whole = cut and any(
-        shard.parts == 1 and shard.entry.param.engine_replicated and shard.entry.param.tp_axis is not None for shard in shards
-    )
-    return node_name(), layers, whole
+    whole = cut and any(shard.parts == 1 and is_compressed(shard.entry.param) for shard in shards)
+    return node_name(), layers, whole, ahead

@@ -40,6 +40,9 @@ DERIVED = {".kv_b_proj.weight": ("w_kc", "w_vc")}
 SCALE = "_scale_inv"
 """What the name of a quantised parameter's scales ends with, behind the parameter's own."""
 
+_NEVER_QUANTISED = ("gate.weight", "eh_proj.weight")
+"""Ends of names of linear layers that stay in the engine's dtype: routers, and what multi-token prediction begins with."""
+
 Cutting = Literal["attention", "embedding", "output", "mlp", "shared", "experts"]
 
 
@@ -59,6 +62,8 @@ class EngineTopology:
         dtype: of all parameters but those that are float32 everywhere, or quantised.
         fp8_block: (rows, columns) that share a scale, where the engines serve a checkpoint with `weight_block_size`; None: not quantised.
         fp8_power_of_two: scales are powers of two (`scale_fmt = "ue8m0"` in the checkpoint's configuration).
+        draft: engines decode speculatively with the layer for multi-token prediction, and are sent its weights too. Its embedding and
+            output layer are the model's own.
     """
 
     count: int = 1
@@ -72,6 +77,7 @@ class EngineTopology:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     fp8_block: tuple[int, int] | None = None
     fp8_power_of_two: bool = False
+    draft: bool = False
 
     @property
     def world(self) -> int:
@@ -103,8 +109,8 @@ def dtype_of(param: Param, topology: EngineTopology) -> str:
 
 
 def is_linear(param: Param) -> bool:
-    """Whether it is the weight of a linear layer or of experts, which are what SGLang quantises; routers' gates are not."""
-    return len(param.shape) == 2 and not param.is_vocabulary and not param.fp32 and not param.engine.endswith("gate.weight")
+    """Whether it is the weight of a linear layer or of experts, which are what SGLang quantises; some it never does."""
+    return len(param.shape) == 2 and not param.is_vocabulary and not param.fp32 and not param.engine.endswith(_NEVER_QUANTISED)
 
 
 def padded_vocabulary(size: int, ranks: int) -> int:
@@ -242,7 +248,8 @@ def _padded(kind: Kind, topology: EngineTopology) -> int:
     size = (kind.rows, kind.cols)[kind.param.tp_axis or 0]
     if kind.is_vocabulary:
         return padded_vocabulary(size, _cuts(kind.param, topology))
-    if topology.cpu and kind.param.tp_axis is not None and _cutting(kind.param) in ("mlp", "shared", "experts"):
+    gated = kind.param.tp_axis is not None and not kind.param.engine_replicated and _cutting(kind.param) in ("mlp", "shared", "experts")
+    if topology.cpu and gated:
         multiple = CPU_WIDTH_MULTIPLE * topology.tp
         return -(-size // multiple) * multiple
     return size

@@ -31,10 +31,10 @@ def wire_kinds(spec: ModelSpec, engine: EngineTopology) -> tuple[Kind, ...]:
     parameters; `fp8.sources` makes them.
     """
     if engine.fp8_block is None:
-        return kinds(spec)
+        return kinds(spec, mtp=engine.draft)
     return tuple(
         found
-        for kind in kinds(spec)
+        for kind in kinds(spec, mtp=engine.draft)
         for found in ((kind, replace(kind, param=_scales(kind.param, engine.fp8_block))) if is_linear(kind.param) else (kind,))
     )
 

@@ -14,6 +14,9 @@ LOAD_FORMAT = "moerl"
 
 PROTOCOL = 1
 
+DRAFT = "draft."
+"""What the names of parameters begin with that belong to a second model, which drafts tokens for the one that is served."""
+
 
 class Order(msgspec.Struct, frozen=True, tag_field="order"):
     """Base of all orders."""
@@ -75,7 +78,13 @@ class Leave(Order, frozen=True, tag="leave"):
     """Give up the group."""
 
 
-AnyOrder = Describe | Close | Join | Receive | Verify | Commit | Leave
+class Read(Order, frozen=True, tag="read"):
+    """Say what small parameters hold, for diagnosis; the engine goes on serving. Answer: `Values`."""
+
+    names: list[str]
+
+
+AnyOrder = Describe | Close | Join | Receive | Verify | Commit | Leave | Read
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -94,6 +103,14 @@ class Description(msgspec.Struct, frozen=True):
     protocol: int
     node: str
     parameters: dict[str, Described]
+
+
+class Values(msgspec.Struct, frozen=True):
+    """Attributes:
+    values: little-endian float32 of this rank's parameters, by name; without those that it doesn't have.
+    """
+
+    values: dict[str, bytes]
 
 
 class Received(msgspec.Struct, frozen=True):

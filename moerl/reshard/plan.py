@@ -226,7 +226,9 @@ def make_plan(
         ReshardError: a topology does not fit the model, or a bucket cannot hold a single row.
     """
     check_trainer(spec, trainer)
-    check_topology(spec, kinds(spec), engine)
+    if engine.draft and not trainer.mtp:
+        raise ReshardError("engines expect the layer for multi-token prediction, which the trainer does not hold")
+    check_topology(spec, kinds(spec, mtp=engine.draft), engine)
     every = wire_kinds(spec, engine)
     check_blocks(every, trainer, engine)
     sources, targets = [trainer_shares(kind, trainer) for kind in every], engine_shares(every, engine)

@@ -141,6 +141,9 @@ class Rank:
                 return self._commit(order)
             case orders.Leave():
                 return self.leave()
+            case orders.Read():
+                held = self._parameters()
+                return orders.Values({name: held[name].float().cpu().numpy().tobytes() for name in order.names if name in held})
         raise ValueError(f"the ranks of an engine have no part in {order}")
 
     def leave(self) -> None:
@@ -149,9 +152,15 @@ class Rank:
         if receiver is not None:
             receiver.transport.close()
 
+    def _models(self) -> dict[str, Any]:
+        """What names of parameters begin with -> the model that is served, and the one that drafts for it if there is one."""
+        return {"" if role == "target" else f"{role}.": runner.model for role, runner in self._manager._select_runners("all")}
+
     def _parameters(self) -> dict[str, Any]:
-        model = self._manager.tp_worker.model_runner.model
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        found = {before + name: each.detach() for before, model in self._models().items() for name, each in model.named_parameters()}
+        served = {each.data_ptr() for name, each in found.items() if not name.startswith(orders.DRAFT)}
+        # A drafting model's embedding and output layer are those of the model that is served.
+        return {name: each for name, each in found.items() if not (name.startswith(orders.DRAFT) and each.data_ptr() in served)}
 
     def _describe(self) -> orders.Description:
         found = {}
@@ -183,7 +192,7 @@ class Rank:
         return self._joined().receive(order.version, order.base, Deadline(f"receiving version {order.version}", order.timeout_s))
 
     def _verify(self) -> orders.Received:
-        if wrong := _stale(self._manager.tp_worker.model_runner.model):
+        if wrong := [before + name for before, model in self._models().items() for name in _stale(model)]:
             raise ValueError(f"not what kv_b_proj says: {', '.join(wrong)}")
         return self._joined().read_back()
 

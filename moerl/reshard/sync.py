@@ -140,6 +140,16 @@ class WeightSync:
                 logger.warning("%s; trying again (%s)", failures[-1], ladder[number])
         raise ReshardError("no way of weight sync is left")  # a ladder is never empty
 
+    def read(self, names: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+        """Little-endian float32 of some small parameters, as the first rank of the first engine holds them; on rank 0 only.
+
+        Raises:
+            EngineError, WaitTimeout, ReshardError: the engines did not answer.
+        """
+        deadline = Deadline("reading parameters of the engines", timeout_s)
+        order = {"order": orders.encode(orders.Read(list(names))), "load_format": orders.LOAD_FORMAT, "timeout_s": timeout_s}
+        return orders.answers(self._all("order", deadline, **order)[0], orders.Values)[0].values
+
     def close(self) -> None:
         """Leave the groups shared with the engines. Never raises for engines that are gone."""
         for way in self._ways.values():

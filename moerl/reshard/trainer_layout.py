@@ -36,6 +36,7 @@ class TrainerTopology:
             tensor-parallel rank; the local layers cut them.
         stages: decoder layers of each virtual pipeline stage in the order of the layers (pp * vpp numbers); empty: as
             `pipeline_stages` spreads them.
+        mtp: whether the layer for multi-token prediction is held too, by the last stage.
     """
 
     world: int
@@ -47,6 +48,7 @@ class TrainerTopology:
     etp: int = 1
     transformer_engine: bool = False
     stages: tuple[int, ...] = ()
+    mtp: bool = False
 
     @property
     def per_stage(self) -> int:
@@ -89,7 +91,9 @@ def check_trainer(spec: ModelSpec, topology: TrainerTopology) -> None:
         wrong.append(f"{spec.layers} layers are fewer than pp * vpp = {t.pp * t.vpp} stages")
     if t.stages and (len(t.stages) != t.pp * t.vpp or sum(t.stages) != spec.layers):
         wrong.append(f"stages {t.stages} are not pp * vpp = {t.pp * t.vpp} numbers that add up to {spec.layers} layers")
-    for kind in kinds(spec):
+    if t.mtp and not spec.mtp_layers:
+        wrong.append("mtp is set, but the model has no layer for multi-token prediction")
+    for kind in kinds(spec, mtp=t.mtp):
         parts, units = trainer_parts(kind.param, topology), cut_units(kind.param)
         if not kind.is_vocabulary and units % parts:
             wrong.append(f"{kind.hf}: {units} {'key-value heads' if kind.param.head_rows else 'elements'} cannot be cut into {parts} parts")
@@ -124,7 +128,7 @@ def _holders(kind: Kind, topology: TrainerTopology, parts: int) -> Iterator[tupl
 def expected_shards(spec: ModelSpec, topology: TrainerTopology, rank: int) -> dict[str, tuple[int, ...]]:
     """Megatron name -> shape of everything that trainer rank `rank` must hold, without vocabulary padding."""
     stages, local, found = stages_of(spec, topology), rank % topology.per_stage, {}
-    for kind in kinds(spec):
+    for kind in kinds(spec, mtp=topology.mtp):
         if kind.part:
             continue
         param = kind.param
@@ -167,8 +171,13 @@ def _shard_shape(kind: Kind, topology: TrainerTopology, rows: int) -> tuple[int,
     return (total, *param.shape[1:])
 
 
+def is_compressed(param: Param) -> bool:
+    """Whether it projects down to MLA's latent vectors, which Transformer Engine's layers keep whole and the local ones cut."""
+    return param.engine_replicated and ".self_attn" in param.hf[0] and param.tp_axis is not None
+
+
 def trainer_parts(param: Param, topology: TrainerTopology) -> int:
     """Into how many slices Megatron cuts a weight."""
-    if param.tp_axis is None or (topology.transformer_engine and param.engine_replicated):
+    if param.tp_axis is None or (topology.transformer_engine and is_compressed(param)):
         return 1
     return topology.etp if param.expert else topology.tp

@@ -181,6 +181,10 @@ class EngineClient:
         """Make every forward pass take so much longer, for measurements; 0 ends it."""
         await self._post("/slow_down", {"forward_sleep_time": forward_s}, self.request_timeout_s)
 
+    async def load(self) -> int:
+        """Requests that the engine runs or has waiting, as of its last forward pass or few."""
+        return sum(one["num_running_reqs"] + one["num_waiting_reqs"] for one in (await self._get("/v1/loads"))["loads"])
+
     async def version(self) -> int:
         """The weight version that the engine serves."""
         text = str((await self._get("/model_info"))["weight_version"])

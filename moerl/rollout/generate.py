@@ -130,19 +130,34 @@ class Outcome(msgspec.Struct):
     failed: dict[int, tuple[str, int]]
     cut: dict[int, int]
 
+    @property
+    def tokens(self) -> int:
+        """Response tokens that were sampled for all of this."""
+        lengths = [len(sample.response_tokens) for sample in self.samples]
+        return sum(lengths) + sum(tokens for _, tokens in self.failed.values()) + sum(self.cut.values())
+
 
 async def generate_some(
-    client: EngineClient, prompt: Prompt, sampling: Sampling, *, indices: Sequence[int], keep: int, rid: str, engine: int = 0
+    client: EngineClient,
+    prompt: Prompt,
+    sampling: Sampling,
+    *,
+    indices: Sequence[int],
+    keep: int,
+    rid: str,
+    engine: int = 0,
+    enough: asyncio.Event | None = None,
 ) -> Outcome:
     """Begin the completions of a prompt that have these numbers, and return when `keep` of them have ended; the others are aborted.
 
     Args:
         rid: begins the request ids, `rid.number`; requests that run at the same time need different ones.
+        enough: setting it aborts at any time what is still running; what that had sampled is in the outcome as cut.
 
     Raises:
         EngineError: a request failed, with the others aborted. What a single reply fails to prove is in the outcome instead.
     """
-    rids, enough = [f"{rid}.{index}" for index in indices], asyncio.Event()
+    rids, enough = [f"{rid}.{index}" for index in indices], enough or asyncio.Event()
     outcome = Outcome([], {}, {})
     # One request carries all of them, unless some will be aborted while others go on.
     parts = [slice(None)] if keep >= len(indices) else [slice(at, at + 1) for at in range(len(indices))]
@@ -151,22 +166,28 @@ async def generate_some(
         asyncio.create_task(_finished(client, prompt, indices[part], names, sampling, engine, enough))
         for part, names in zip(parts, named, strict=True)
     ]
-    pending = set(tasks)
+    pending, told, aborted = set(tasks), asyncio.create_task(enough.wait()), False
     try:
         while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(pending if aborted else {*pending, told}, return_when=asyncio.FIRST_COMPLETED)
+            done = {task for task in pending if task.done()}
+            pending -= done
             for samples, failed, cut in [task.result() for task in tasks if task in done]:
                 outcome.samples += samples
                 outcome.failed |= {index: (str(error), tokens) for index, (error, tokens) in failed.items()}
                 outcome.cut |= cut
-            if len(outcome.samples) >= keep and not enough.is_set():
+            if len(outcome.samples) >= keep:
                 enough.set()
+            if enough.is_set() and not aborted:
+                aborted = True
                 await asyncio.gather(
                     *(client.abort(name) for names, task in zip(named, tasks, strict=True) if task in pending for name in names)
                 )
     except BaseException:
         await _abandon([(client, name) for names in named for name in names], tasks)
         raise
+    finally:
+        told.cancel()
     return outcome
 
 

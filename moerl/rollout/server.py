@@ -22,6 +22,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -296,9 +297,8 @@ class EngineServer:
     def _request(self, path: str, body: dict[str, Any] | None, deadline: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=max(0.1, deadline - time.monotonic())) as response:
+            with _opener().open(request, timeout=max(0.1, deadline - time.monotonic())) as response:
                 text, is_json = response.read(), "json" in response.headers.get_content_type()
         except (OSError, urllib.error.URLError) as error:
             if path != "/health" and not self.alive():
@@ -339,6 +339,12 @@ class EngineServer:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 65536))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join("  " + line[:400] for line in lines[-LOG_LINES:]) or "  (empty)"
+
+
+@cache
+def _opener() -> urllib.request.OpenerDirector:
+    """Uses no proxy. One for all requests, since making one prepares TLS as well."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _free_port(wanted: int | None) -> int:

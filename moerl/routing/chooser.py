@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from moerl.errors import ReplayError
+from moerl.routing.margin import Near, best_experts, flipped_mass, selection_margin
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
@@ -57,6 +58,7 @@ class Pass:
         forward, recomputed: uses.
         followed: per use, how many rows used exactly the experts that they were forced onto.
         chosen: int64[n, k] of passes that record.
+        near: per microbatch, the rows of which a pass that records also keeps `margins` and `flipped`, float16[m]; None for none.
     """
 
     real: Sequence[torch.Tensor]
@@ -67,6 +69,9 @@ class Pass:
     recomputed: Counter[tuple[int, int]] = field(default_factory=Counter)
     followed: list[tuple[tuple[int, int], torch.Tensor]] = field(default_factory=list)
     chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    near: Sequence[Near] | None = None
+    margins: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    flipped: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
 def in_backward() -> bool:
@@ -99,6 +104,8 @@ class Chooser:
         """What Megatron asks for: (scores of the chosen experts, their ids), both [n, k], from scores [n, experts]."""
         if self.state.routes is None:
             values, self._used = default_compute_topk(scores, topk, num_groups, group_topk)
+            if self.state.near is not None:
+                self._note_margins(scores, num_groups, group_topk)
             return values, self._used
         routes = self.state.routes[self._microbatch()]
         if len(routes.ids) != len(scores):
@@ -132,6 +139,9 @@ class Chooser:
         (state.recomputed if in_backward() else state.forward)[key] += 1
         if state.routes is None:
             state.chosen.setdefault(key, self._used)
+            if state.near is not None:
+                near = state.near[key[0]]
+                state.flipped[key] = flipped_mass(output[0].detach()[near.rows], near.engine[:, self.position]).half()
         else:
             routes = state.routes[key[0]]
             exact = routing_map.gather(1, routes.ids[:, self.position].long()).all(dim=1) & (routing_map.sum(dim=1) == router.topk)
@@ -166,6 +176,12 @@ class Chooser:
             native = self.state.bias_counts == "native" and self._native is not None  # a pass that records uses its own choice
             wanted = torch.zeros_like(routing_map).scatter(1, self._native, True) if native else routing_map
             router.local_tokens_per_expert += (wanted & real[:, None]).sum(dim=0) - routing_map.sum(dim=0)
+
+    def _note_margins(self, scores: torch.Tensor, num_groups: int | None, group_topk: int | None) -> None:
+        rows, key = self.state.near[self._microbatch()].rows, (self._microbatch(), self.index)
+        self.state.margins[key] = selection_margin(
+            scores.detach()[rows], self._used[rows], num_groups, group_topk, best_experts(self.router.score_function)
+        ).half()
 
     def _counts_native(self) -> bool:
         router = self.router

@@ -17,7 +17,52 @@ def differing(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     Returns:
         bool[row, layer]
     """
-    return (np.sort(a.astype(np.int32), axis=-1) != np.sort(b.astype(np.int32), axis=-1)).any(axis=-1)
+    found = (a != b).any(axis=-1)  # most agree in the same order; only the others are sorted
+    left, right = (np.sort(one[found].astype(np.int32), axis=-1) for one in (a, b))
+    found[found] = (left != right).any(axis=-1)
+    return found
+
+
+def members(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Which ids of a decision are also in another's: bool[m, k] from integer[m, k] and integer[m, k] of one type."""
+    left, right = (np.ascontiguousarray(one.T) for one in (a, b))  # one long column per slot, which the comparison runs along
+    found = np.zeros(left.shape, bool)
+    for row, ids in zip(found, left, strict=True):
+        for others in right:
+            row |= ids == others
+    return found.T
+
+
+def common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """How many experts two routings have in common: uint8[row, layer] from integer[row, layer, k] of one type.
+
+    An id that stands twice in one decision counts once for each expert that the other lacks: fewer than k are then in common.
+    """
+    rows, layers, k = a.shape
+    found = np.full(rows * layers, k, np.uint8)
+    a, b = (np.ascontiguousarray(one).reshape(-1, k) for one in (a, b))
+    others = np.flatnonzero(~_identical(a, b))  # most agree, in the same order too
+    left, right = a[others], b[others]
+    found[others] = np.minimum(members(left, right).sum(axis=1), members(right, left).sum(axis=1))
+    return found.reshape(rows, layers)
+
+
+def repeated(a: np.ndarray) -> np.ndarray:
+    """Whether a decision names an expert twice: bool[row, layer] from integer[row, layer, k]."""
+    columns = np.ascontiguousarray(a.reshape(-1, a.shape[2]).T)
+    found = np.zeros(columns.shape[1], bool)
+    for i, ids in enumerate(columns):
+        for others in columns[i + 1 :]:
+            found |= ids == others
+    return found.reshape(a.shape[:2])
+
+
+def _identical(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Equal in the same order: bool[m] from integer[m, k]; eight bytes at a time where k fits."""
+    width = a.shape[1] * a.itemsize
+    if width % 8 == 0 and len(a):
+        a, b = (one.view(np.uint64) for one in (a, b))
+    return (a == b)[:, 0] if a.shape[1] == 1 else (a == b).all(axis=1)
 
 
 def k3(d: np.ndarray) -> np.ndarray:
@@ -49,9 +94,10 @@ def mismatch(d: np.ndarray) -> dict[str, float]:
 
 def expert_counts(routes: np.ndarray, experts: int) -> np.ndarray:
     """How often each expert was chosen: int64[layer, experts] from integer[row, layer, k]."""
-    layers = routes.shape[1]
-    counts = np.bincount((routes.astype(np.int64) + experts * np.arange(layers)[:, None]).ravel(), minlength=layers * experts)
-    return counts.reshape(layers, experts)
+    counts = np.zeros((routes.shape[1], experts), np.int64)
+    for layer, found in enumerate(counts):  # a layer at a time: the copy that bincount makes of its input then stays in the cache
+        found[:] = np.bincount(routes[:, layer].ravel(), minlength=experts)
+    return counts
 
 
 def imbalance(counts: np.ndarray) -> np.ndarray:

@@ -25,12 +25,13 @@ from moerl.config.guards import replay_problems
 from moerl.errors import ReplayError
 from moerl.routing.chooser import Chooser, Pass, Routes, Seen
 from moerl.routing.layout import Layout, describe
+from moerl.routing.margin import Near
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-__all__ = ["Agreement", "Own", "RouteReplay", "Routes", "moe_indices", "routers"]
+__all__ = ["Agreement", "Near", "Own", "RouteReplay", "Routes", "moe_indices", "routers"]
 
 
 def routers(model: torch.nn.Module) -> "list[TopKRouter]":
@@ -83,6 +84,19 @@ class Own:
             real = self._state.real[microbatch]
             return torch.empty((len(real), 0, self._shape), dtype=self._dtype, device=real.device)
         return torch.stack(chosen, dim=1).to(self._dtype)
+
+    def margins(self, microbatch: int) -> torch.Tensor:
+        """float16[m, layers here] of the rows in `near`: k-th minus (k+1)-th best selection score (`margin.selection_margin`)."""
+        return self._near(self._state.margins, microbatch)
+
+    def flipped_mass(self, microbatch: int) -> torch.Tensor:
+        """float16[m, layers here] of the rows in `near`: share of the gate weights of experts that the engine did not choose."""
+        return self._near(self._state.flipped, microbatch)
+
+    def _near(self, found: dict[tuple[int, int], torch.Tensor], microbatch: int) -> torch.Tensor:
+        rows = self._state.near[microbatch].rows
+        columns = [found[microbatch, index] for index in self._indices]
+        return torch.stack(columns, dim=1) if columns else torch.empty((len(rows), 0), dtype=torch.float16, device=rows.device)
 
     def routes(self) -> list[Routes]:
         """What was chosen, ready to be replayed: every row, padding included."""
@@ -140,13 +154,14 @@ class RouteReplay:
         self.agreement = self._check_followed(state)
 
     @contextlib.contextmanager
-    def recorded(self, real: Sequence[torch.Tensor]) -> Iterator[Own]:
+    def recorded(self, real: Sequence[torch.Tensor], near: Sequence[Near] | None = None) -> Iterator[Own]:
         """Within, one forward pass chooses by itself and leaves its choice in the yielded object.
 
         Args:
             real: per microbatch bool[n] in router order, False at padding.
+            near: per microbatch, the rows of which margins are kept too; None for none.
         """
-        state = Pass(real, None, self.bias_counts, self.aux_loss)
+        state = Pass(real, None, self.bias_counts, self.aux_loss, near=near)
         with self._hooked(state):
             yield Own(state, self.moe_indices, self.layout)
         self._check_uses(state)

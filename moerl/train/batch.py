@@ -8,6 +8,7 @@ sequence lands in exactly one microbatch of one data-parallel rank, all ranks ge
 a replica's ranks hold every row and every (row, layer) of the routes once.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -55,6 +56,7 @@ class Microbatch:
         columns: further float32[n] arrays by name, zero where they don't apply: advantages, engine_logprobs, ...
         forced: bool[n] False at rows that choose their own experts even under replay; None where none does.
         sampling_mask: n rows, as in `Sequence`; None where no sequence has one.
+        numbers: int64[n] which of the sequences given to `pack` each row is of, -1 at padding; None where unknown.
     """
 
     tokens: np.ndarray
@@ -67,6 +69,7 @@ class Microbatch:
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     forced: np.ndarray | None = None
     sampling_mask: SamplingMask | None = None
+    numbers: np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -86,6 +89,8 @@ class Part:
         router_real: bool[n_router].
         forced: bool[n_router], or None where all rows are.
         sampling_mask: n_local rows, or None.
+        captured: int64[n] of the whole microbatch: number of the sequence of each row that is captured, -1 at others; None where no
+            capture is due.
     """
 
     cu_seqlens: np.ndarray
@@ -98,6 +103,7 @@ class Part:
     router_real: np.ndarray
     forced: np.ndarray | None
     sampling_mask: SamplingMask | None
+    captured: np.ndarray | None = None
 
 
 def pack(
@@ -122,7 +128,7 @@ def pack(
             "raise it, or lower rollout.max_new_tokens"
         )
     bins = _bins(sizes, tokens_per_microbatch, dp * rounds)
-    micro = [_lay_out([items[i] for i in sorted(chosen)], multiple, layout) for chosen in bins]
+    micro = [_lay_out(items, sorted(chosen), multiple, layout) for chosen in bins]
     return [micro[rank::dp] for rank in range(dp)]
 
 
@@ -132,8 +138,11 @@ def equalise(micro: Seq[Microbatch], multiple: int, layout: Layout) -> list[Micr
     return [_grow(one, size, multiple, layout) for one in micro]
 
 
-def cut(microbatch: Microbatch, place: shard.Place) -> Part:
+def cut(microbatch: Microbatch, place: shard.Place, captured: Collection[int] | None = None) -> Part:
     """The rows and layers of one rank.
+
+    Args:
+        captured: numbers of the sequences whose rows are captured; None where no capture is due.
 
     Raises:
         TrainError: a sequence cannot be cut evenly.
@@ -155,6 +164,7 @@ def cut(microbatch: Microbatch, place: shard.Place) -> Part:
         router_real=microbatch.real[router],
         forced=None if microbatch.forced is None else microbatch.forced[router],
         sampling_mask=None if microbatch.sampling_mask is None else take(microbatch.sampling_mask, local),
+        captured=None if captured is None else np.where(np.isin(microbatch.numbers, list(captured)), microbatch.numbers, -1),
     )
 
 
@@ -173,18 +183,20 @@ def _bins(sizes: np.ndarray, capacity: int, divisor: int) -> list[list[int]]:
         count += divisor
 
 
-def _lay_out(items: Seq[Sequence], multiple: int, layout: Layout) -> Microbatch:
+def _lay_out(everything: Seq[Sequence], chosen: Seq[int], multiple: int, layout: Layout) -> Microbatch:
+    items = [everything[number] for number in chosen]
     lengths = [_padded(len(item.tokens) - 1, multiple) for item in items] or [multiple]
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     size = int(ends[-1])
     tokens, labels, positions = (np.zeros(size, np.int64) for _ in range(3))
     mask, real, forced = np.zeros(size, np.float32), np.zeros(size, bool), np.ones(size, bool)
+    numbers = np.full(size, -1, np.int64)
     columns = {name: np.zeros(size, np.float32) for name in (items[0].columns if items else ())}
     routes = filler_routes(size, layout) if all(item.routes is not None for item in items) else None
-    for item, start, stop in zip(items, ends[:-1], ends[1:], strict=False):
+    for number, item, start, stop in zip(chosen, items, ends[:-1], ends[1:], strict=False):
         rows = slice(start, start + len(item.tokens) - 1)
         tokens[rows], labels[rows], mask[rows], real[rows] = item.tokens[:-1], item.tokens[1:], item.loss_mask, True
-        positions[start:stop] = np.arange(stop - start)
+        positions[start:stop], numbers[rows] = np.arange(stop - start), number
         for name, column in item.columns.items():
             columns[name][rows] = column
         if routes is not None:
@@ -192,7 +204,7 @@ def _lay_out(items: Seq[Sequence], multiple: int, layout: Layout) -> Microbatch:
             routes[rows][known] = item.routes[known]
             forced[rows] = known if item.recorded is not None else True
     kept = _join_masks([item.sampling_mask for item in items], lengths)
-    return Microbatch(tokens, labels, positions, ends, mask, routes, real, columns, None if forced.all() else forced, kept)
+    return Microbatch(tokens, labels, positions, ends, mask, routes, real, columns, None if forced.all() else forced, kept, numbers)
 
 
 def _join_masks(masks: Seq[SamplingMask | None], lengths: Seq[int]) -> SamplingMask | None:
@@ -222,6 +234,7 @@ def _grow(one: Microbatch, size: int, multiple: int, layout: Layout) -> Microbat
         columns={name: grown(column) for name, column in one.columns.items()},
         forced=None if one.forced is None else np.concatenate([one.forced, np.ones(rows, bool)]),
         sampling_mask=_join_masks([one.sampling_mask, None], [one.size, rows]),
+        numbers=None if one.numbers is None else np.concatenate([one.numbers, np.full(rows, -1)]),
     )
 
 

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from moerl.config.schema import Config
+from moerl.convert.carry import same_model
+from moerl.errors import CheckpointError
 from moerl.models import ModelSpec
 from moerl.train.megatron import unwrap
 from moerl.train.progress import Progress, available, rank_layout, settings_that_matter
@@ -78,6 +81,44 @@ def load(checkpoint: Path, model: list[torch.nn.Module], optimizer: Any, *, same
     if same_layout:
         torch.set_rng_state(state["rng"]["cpu"])
         tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
+
+
+def load_weights(checkpoint: Path, model: list[torch.nn.Module]) -> None:
+    """Load only the weights of a published checkpoint into a freshly built model, whatever layout wrote it; collective."""
+    wanted = {f"model{index}": unwrap(chunk).sharded_state_dict(metadata=_METADATA) for index, chunk in enumerate(model)}
+    state = dist_checkpointing.load(wanted, checkpoint)
+    for index, chunk in enumerate(model):
+        unwrap(chunk).load_state_dict(state[f"model{index}"])
+
+
+def load_policy(checkpoint: Path, model: list[torch.nn.Module], hf: Path) -> None:
+    """Load the weights of version 0 from a checkpoint of another program, such as `moerl convert`; collective.
+
+    What Transformer Engine's layers keep besides weights is not asked for, so either kind of layers may have written it.
+
+    Args:
+        hf: folder with the model's config.json.
+
+    Raises:
+        CheckpointError: it is of another model, or lacks weights; with every field or name.
+    """
+    same_model(checkpoint, hf)
+    if not dist_checkpointing.check_is_distributed_checkpoint(checkpoint):
+        raise CheckpointError(f"{checkpoint} is no Megatron distributed checkpoint; make one with `moerl convert hf-to-megatron`")
+    whole = {f"model{index}": unwrap(chunk).sharded_state_dict(metadata=_METADATA) for index, chunk in enumerate(model)}
+    wanted = {name: {key: one for key, one in part.items() if not isinstance(one, ShardedObject)} for name, part in whole.items()}
+    stored = dist_checkpointing.load_tensors_metadata(checkpoint)
+    if missing := sorted({one.key for part in wanted.values() for one in part.values()} - stored.keys()):
+        shown = ", ".join(missing[:12]) + (f", … {len(missing) - 12} more" if len(missing) > 12 else "")
+        raise CheckpointError(f"{checkpoint} lacks {len(missing)} weights of this rank: {shown}")
+    try:
+        state = dist_checkpointing.load(wanted, checkpoint)
+    except CheckpointingException as error:
+        raise CheckpointError(f"{checkpoint} does not fit the model in {hf}: {error}") from error
+    for index, chunk in enumerate(model):
+        left = unwrap(chunk).load_state_dict(state[f"model{index}"], strict=False)
+        if wrong := [name for name in (*left.missing_keys, *left.unexpected_keys) if not name.endswith("_extra_state")]:
+            raise CheckpointError(f"{checkpoint}: Megatron did not take {', '.join(wrong)}")
 
 
 def _state_dict(model: list[torch.nn.Module], optimizer: Any, *, loading: bool, rng: bool = True) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,9 @@ def main(argv: list[str]) -> int:
     """`moerl train`: returns the exit status of the run."""
     config, spec, options = prepare(argv)
     if options.dry_run:
-        print(describe(config, spec))
+        from moerl.train.preview import preview
+
+        print(describe(config, spec, preview(config, spec, argv)))
         return 0
     return _torchrun(config, argv)
 
@@ -125,8 +128,8 @@ def rollout_main(argv: list[str]) -> int:
     return 0
 
 
-def describe(config: Config, spec: ModelSpec) -> str:
-    """What a run would do, in a few lines."""
+def describe(config: Config, spec: ModelSpec, details: Sequence[str] = ()) -> str:
+    """What a run would do, in a few lines, and further ones."""
     sizes = " ".join(f"{name}{getattr(config.parallel, name)}" for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
     samples = config.rollout.prompts_per_step * config.rollout.group_size
     return "\n".join(
@@ -136,6 +139,7 @@ def describe(config: Config, spec: ModelSpec) -> str:
             f"trainer  {config.parallel.nproc_per_node} ranks ({sizes}), {config.train.dtype}, replay {config.replay.actor}",
             f"engines  {config.engine.count} x tp{config.engine.tp}, {config.engine.dtype}",
             f"run      {config.train.steps} steps of {samples} samples into {config.run.dir}",
+            *details,
             "nothing was started (--dry-run)",
         )
     )

@@ -28,12 +28,15 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moerl.errors import ConfigError
+from moerl.routing.margin import best_experts
 from moerl.routing.shard import context_rows
 
 
@@ -323,12 +326,56 @@ def _rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 
 def _rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate (x[i], x[d / 2 + i]), in place of both."""
-    return _rotate(*x.chunk(2, dim=-1), cos, sin)
+    """Rotate (x[i], x[d / 2 + i]), in place of both; d is the width of the tables, and what lies beyond it stays as it is."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    rotated = _rotate(first, second, cos, sin)
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
 def _rotate(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class GroupedRouter(TopKRouter):
+    """A router whose groups of experts compete by as many of their best experts as `best_experts` says; the stock one adds up
+    topk / group_topk of them, which is not what every model was trained with.
+
+    Everything else is the stock router: whoever stands in the place of its choice (`routing.chooser`) is asked as ever.
+    """
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """[s, b, experts] -> (probabilities, map), both [s * b, experts]"""
+        asked = self.router_replay
+        self.router_replay = _GroupedChoice(asked, best_experts(self.score_function))
+        try:
+            return super().routing(logits, padding_mask)
+        finally:
+            self.router_replay = asked
+
+
+@dataclass(frozen=True)
+class _GroupedChoice:
+    """Stands in for a router's replay object during one call, and hands on all but the rule for groups."""
+
+    asked: Any
+    best: int
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _stock: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        choose = partial(grouped_topk, best=self.best)
+        if self.asked is None:
+            return choose(scores, topk, num_groups, group_topk)
+        return self.asked.get_replay_topk(scores, topk, num_groups, group_topk, choose)
+
+
+def grouped_topk(scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, best: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `topk` best experts of the `group_topk` groups whose `best` best experts add up to most: (scores, ids), both [n, topk]."""
+    grouped = scores.unflatten(-1, (num_groups, -1))
+    strength = grouped.topk(min(best, grouped.shape[-1]), dim=-1)[0].sum(-1)
+    chosen = torch.zeros_like(strength, dtype=torch.bool).scatter(1, strength.topk(group_topk, dim=-1)[1], True)
+    return grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(1).topk(topk, dim=-1)
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -345,6 +392,9 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     if normed_again and not HAVE_TE and CheckpointWithoutOutput().fp8:
         raise ConfigError("megatron.recompute_modules: 'layernorm' needs Transformer Engine, which is not installed; remove 'layernorm'")
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)
+    best = best_experts(config.moe_router_score_function)
+    if config.moe_router_group_topk and config.moe_router_topk // config.moe_router_group_topk != best:
+        stock = replace(stock, layer_specs=[_with_grouped_router(spec) for spec in stock.layer_specs])
     if engine:
         return stock
     return replace(stock, layer_specs=[_local_layer(spec, config) for spec in stock.layer_specs], layer_norm=RMSNorm)
@@ -355,12 +405,22 @@ def has_transformer_engine() -> bool:
     return HAVE_TE
 
 
+def _with_grouped_router(spec: ModuleSpec) -> ModuleSpec:
+    """The layer with `GroupedRouter` if it has a router."""
+    mlp = spec.submodules.mlp  # of experts: what builds it, with its parts bound
+    parts = mlp.keywords.get("submodules") if isinstance(mlp, partial) else None
+    if not isinstance(parts, MoESubmodules):
+        return spec
+    mlp = partial(mlp.func, **mlp.keywords | {"submodules": replace(parts, router=GroupedRouter)})
+    return ModuleSpec(module=spec.module, params=spec.params, submodules=replace(spec.submodules, mlp=mlp))
+
+
 def _local_layer(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     layer, attention = spec.submodules, spec.submodules.self_attention
     if config.multi_latent_attention:
         module, norms = PackedMLA, {"q_layernorm": RMSNorm if config.q_lora_rank else IdentityOp, "kv_layernorm": RMSNorm}
     else:
-        module, norms = PackedGQA, {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm}
+        module, norms = PackedGQA, dict.fromkeys(("q_layernorm", "k_layernorm"), RMSNorm if config.qk_layernorm else IdentityOp)
     submodules = replace(attention.submodules, core_attention=PackedAttention, **norms)
     attention = ModuleSpec(module=module, params=attention.params, submodules=submodules)
     return ModuleSpec(

@@ -187,12 +187,12 @@ def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
     engine = ranks.device == "cuda" and has_transformer_engine()
     dtype, parallel = DTYPES[config.train.dtype], config.parallel
     options: dict[str, Any] = {
+        "qk_layernorm": True,
         **spec.megatron,
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "normalization": "RMSNorm",
-        "qk_layernorm": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bf16": dtype == torch.bfloat16,

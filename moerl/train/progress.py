@@ -11,7 +11,7 @@ from moerl.models import ModelSpec
 
 # Settings that may differ between the saved run and the resumed one: where and how fast it runs, not what it computes.
 _FREE_SECTIONS = ("run", "engine", "sync", "checkpoint", "diagnostics", "observe", "require", "parallel", "sglang")
-_FREE_SETTINGS = {"train.threads", "train.device", "train.tokens_per_microbatch", "model.path", "rollout.save"}
+_FREE_SETTINGS = {"train.threads", "train.device", "train.tokens_per_microbatch", "model.path", "model.megatron_checkpoint", "rollout.save"}
 
 
 @dataclass(frozen=True)

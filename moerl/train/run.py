@@ -31,6 +31,7 @@ from moerl.rollout import store
 from moerl.routing.shard import Place
 from moerl.train import checkpoint, megatron, progress
 from moerl.train.export import export_hf
+from moerl.train.fresh import Kept
 from moerl.train.launch import Options, rollout_folder
 from moerl.train.progress import Progress
 from moerl.train.source import Live, Recorded, Source, open_live, prepare_folder
@@ -47,6 +48,7 @@ class Run:
     Attributes:
         places: (data-parallel rank, place within the replica) of every global rank.
         alarmed: kind of alarm -> step at which it was last shown.
+        kept: weights that were kept to measure with; None with `buffer.max_lag` 0.
     """
 
     config: Config
@@ -62,6 +64,7 @@ class Run:
     sinks: Sinks | None
     started: float
     alarmed: dict[str, int] = field(default_factory=dict)
+    kept: Kept | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -76,7 +79,7 @@ class Run:
         metrics = {**metrics, "version": self.progress.version, **self.timer.take()}
         if self.sinks:
             found = alarms(metrics, self.config)
-            self.sinks.log(step, {**metrics, "alarms": len(found)})
+            self.sinks.log(step, {**metrics, "alarms": len(found), **{f"alarm/{kind}": 1 for kind in found}})
             if "reward" in metrics or "loss" in metrics:
                 self.console.step(step, headline(metrics, ahead=self.config.buffer.max_lag > 0))
             for kind, sentence in due(found, step, self.alarmed, self.config.observe.alarm_every_steps).items():

@@ -136,13 +136,14 @@ def open_live(
         taken = trainer_ranks if resolve_device(config.train.device) == "cuda" else 0
         gpus = engine_gpus([str(i) for i in range(torch.cuda.device_count())], taken, config.engine.count * config.engine.tp)
     runtime = stack.enter_context(ray_running(address, gpus=gpus))
-    stream = stack.enter_context(Streamed(config, task.train, _sampling(config, spec), folder, step=at.step, position=at.position))
+    stream = stack.enter_context(Streamed(config, task.train, sampling(config, spec), folder, step=at.step, position=at.position))
     pool = stack.enter_context(EnginePool(config, spec, runtime, log_dir=folder / "logs"))
     stream.use(pool.actors)
     return pool, Live(config, task, pool, stream, folder / "rollouts", message)
 
 
-def _sampling(config: Config, spec: ModelSpec) -> Sampling:
+def sampling(config: Config, spec: ModelSpec) -> Sampling:
+    """What is asked of the completions that are trained."""
     rollout, layout = config.rollout, Layout(spec.moe_layers, spec.experts, spec.topk)
     return Sampling(
         rollout.max_new_tokens,
@@ -162,7 +163,7 @@ def prepare_folder(folder: Path, config: Config, *, fresh: bool) -> None:
     """Make the run folder; a fresh run removes what an earlier one left there under the names that this one writes."""
     folder.mkdir(parents=True, exist_ok=True)
     if fresh:
-        for name in ("rollouts", "checkpoints", "export", "ledger", "logs", "tensorboard"):
+        for name in ("rollouts", "mismatch", "checkpoints", "export", "ledger", "logs", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in ("metrics.jsonl", "summary.json"):
             (folder / name).unlink(missing_ok=True)

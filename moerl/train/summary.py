@@ -4,7 +4,7 @@ is what the config requires. Reads files only.
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,13 @@ from moerl.config.schema import Require
 from moerl.errors import TrainError
 
 # summary field -> metric that is averaged over steps, weighted by the step's response tokens
-_TOKEN_MEANS = {
-    "natural_flip_share": "natural_flip_share",
-    "replay_agreement": "replay_agreement",
-    "kl_natural": "kl_natural",
-    "kl_replay": "kl_replay",
-    "abs_diff_natural": "abs_diff_natural",
-    "abs_diff_replay": "abs_diff_replay",
-    "extreme_share_natural": "extreme_share_natural",
-    "extreme_share_replay": "extreme_share_replay",
-    "wide_share_natural": "wide_share_natural",
-    "wide_share_replay": "wide_share_replay",
-    "ess": "ess_replay",
-}
+_TOKEN_MEANS = {"replay_agreement": "replay_agreement", "ess": "ess_replay"}
+
+# the same, of figures of the gap between engine and trainer: in a run with a lag, of those without staleness (`fresh`)
+_GAP_MEANS = (
+    "natural_flip_share",
+    *(f"{name}_{side}" for name in ("kl", "abs_diff", "extreme_share", "wide_share") for side in ("natural", "replay")),
+)
 
 # the same, weighted by the step's seconds
 _TIME_MEANS = {
@@ -49,9 +43,12 @@ def summarise(records: Iterable[dict[str, Any]], *, minutes: float) -> dict[str,
 
     Returns:
         reward_start and reward_end are means over the first and last tenth of the steps (at least three);
-        the mismatch figures are token-weighted means over all steps that measured them, busy shares are means over time;
+        the mismatch figures are token-weighted means over all steps that measured them, in a run with a lag of tokens under the weights
+        that sampled them (mismatch_tokens of them); kl_by_lag, in a run with a lag, is the KL under replay of trained tokens by their
+        lag, staleness included; busy shares are means over time;
         heldout_* are sampled accuracies; versions_consistent is None where no weights were pushed; sync_ways counts the pushes by
-        the way they took, and alarms the steps with any. Figures of the buffer are there where engines generated.
+        the way they took, alarms the steps with any, alarm_kinds those of each kind. Figures of the buffer are there where engines
+        generated.
     """
     records = list(records)
     steps = [record for record in records if "reward" in record]
@@ -67,6 +64,7 @@ def summarise(records: Iterable[dict[str, Any]], *, minutes: float) -> dict[str,
         "versions_consistent": all(synced) if synced else None,
         "sync_ways": dict(Counter(record["sync_way"] for record in records if "sync_way" in record).most_common()),
         "alarms": sum(bool(record.get("alarms")) for record in steps),
+        "alarm_kinds": dict(Counter(name.removeprefix("alarm/") for record in steps for name in record if name.startswith("alarm/"))),
     }
     for when, record in (("start", heldout[0]), ("end", heldout[-1])) if heldout else ():
         found[f"heldout_{when}"] = record["heldout_accuracy"]
@@ -75,14 +73,46 @@ def summarise(records: Iterable[dict[str, Any]], *, minutes: float) -> dict[str,
         found["lag_highest"] = max(record["buffer/lag_highest"] for record in generated)
         found["groups_refused"] = sum(record["buffer/refused_groups"] for record in generated)
         found["tokens_wasted"] = sum(record["buffer/wasted_tokens"] for record in generated)
-    weighings = ((_TOKEN_MEANS, lambda record: record["response_tokens"]), (_TIME_MEANS, _step_s), (_STEP_MEANS, lambda record: 1))
+    by_lag = _kl_by_lag(steps)
+    if by_lag:
+        found["kl_by_lag"] = by_lag
+    fresh, of = ("fresh/", "fresh/tokens") if by_lag else ("", "response_tokens")
+    weighings = (
+        (_TOKEN_MEANS, lambda record: record["response_tokens"]),
+        ({name: f"{fresh}{name}" for name in _GAP_MEANS}, lambda record: record[of]),
+        (_TIME_MEANS, _step_s),
+        (_STEP_MEANS, lambda record: 1),
+    )
     for means, weight in weighings:
         for name, metric in means.items():
             measured = [(record[metric], weight(record)) for record in steps if record.get(metric) is not None]
             if measured:
-                values, weights = np.array(measured, float).T
-                found[name] = float(np.average(values, weights=weights))
+                found[name] = _mean(measured)
+    if "kl_natural" in found:
+        found["mismatch_tokens"] = sum(record[of] for record in steps if record.get(f"{fresh}kl_natural") is not None)
     return found
+
+
+def _kl_by_lag(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Lag -> KL of tokens of that lag; empty where nothing was stale."""
+    seen = sorted({int(name.removeprefix("kl_lag")) for record in steps for name in record if name.startswith("kl_lag")})
+    if not any(seen):
+        return {}
+    measured = {
+        lag: [
+            (record[f"kl_lag{lag}"], record[f"token_share_lag{lag}"] * record["response_tokens"])
+            for record in steps
+            if record.get(f"kl_lag{lag}") is not None
+        ]
+        for lag in seen
+    }
+    return {str(lag): _mean(pairs) for lag, pairs in measured.items() if pairs}
+
+
+def _mean(measured: Sequence[tuple[float, float]]) -> float:
+    """Of (value, weight)."""
+    values, weights = np.array(measured, float).T
+    return float(np.average(values, weights=weights))
 
 
 def check_requirements(summary: dict[str, Any], require: Require) -> None:
@@ -105,15 +135,18 @@ def headline(metrics: dict[str, Any], *, ahead: bool = False) -> dict[str, Any]:
     """The few figures of a step worth a line on the console.
 
     Args:
-        ahead: generation may run ahead: also show the highest lag, and the busy shares of engines and trainer.
+        ahead: generation may run ahead: also show the highest lag, and the busy shares of engines and trainer. Flips and KL are then those
+            without staleness, in the steps that measured them, and `kl stale` is the KL under replay of what is trained.
     """
+    fresh = "fresh/" if ahead else ""
     shown = {
         "reward": "reward",
         "held-out": "heldout_accuracy",
-        "flips": "natural_flip_share",
+        "flips": f"{fresh}natural_flip_share",
         "agree": "replay_agreement",
-        "kl natural": "kl_natural",
-        "kl replay": "kl_replay",
+        "kl natural": f"{fresh}kl_natural",
+        "kl replay": f"{fresh}kl_replay",
+        **({"kl stale": "kl_replay"} if ahead else {}),
         "ess": "ess_replay",
         "loss": "loss",
         "version": "version",
@@ -137,6 +170,7 @@ def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
         natural, replayed = (scale * found[f"{name}_{side}"] for side in ("natural", "replay"))
         return f"{natural:{form}}{unit} natural, {replayed:{form}}{unit} replayed"
 
+    stale = found.get("kl_by_lag")
     rows: dict[str, Any] = {"steps": f"{found['steps']} in {found['minutes']:.1f} min"}
     if found["reward_start"] is not None:
         rows["reward"] = span("reward_start", "reward_end")
@@ -153,13 +187,17 @@ def closing_rows(found: dict[str, Any]) -> dict[str, Any]:
         rows["mean |logprob difference|"] = pair("abs_diff")
         rows["tokens, ratio outside 1/2..2"] = pair("extreme_share", 100, ".2f", " %")
         rows["tokens, ratio outside 1/1.2..1.2"] = pair("wide_share", 100, ".2f", " %")
+        rows["tokens measured"] = f"{found['mismatch_tokens']:,.0f}" + (", under the weights that sampled them" if stale else "")
+    if stale:
+        rows["KL with staleness, by lag"] = ", ".join(f"{lag}: {kl:.1e}" for lag, kl in stale.items()) + " replayed"
     if "ess" in found:
         rows["effective sample size"] = found["ess"]
     rows |= _generation_rows(found)
     if found["versions_consistent"] is not None:
         rows["engine versions and checksums"] = "as pushed after every step" if found["versions_consistent"] else "INCONSISTENT"
     if found["alarms"]:
-        rows["alarms"] = f"in {found['alarms']} of {found['steps']} steps"
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(found["alarm_kinds"].items(), key=lambda one: -one[1]))
+        rows["alarms"] = f"in {found['alarms']} of {found['steps']} steps: {kinds}"
     return rows
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from moerl.routing.replay import Own, RouteReplay, Routes, moe_indices
 from moerl.routing.shard import Place
 from moerl.train import megatron, weights
 from moerl.train.batch import Part
+from moerl.train.capture import Recorder, trainer_biases
 from moerl.train.forward import LocalMicrobatch, TokenOutputs, compute_logprobs, forward_backward, localise, sum_over_context
-from moerl.train.objective import Sequences, averages, ess_by_lag, grpo_loss, sequence_ids
+from moerl.train.objective import Sequences, averages, by_lag, grpo_loss, sequence_ids
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 """Names and times a part of the step."""
@@ -58,20 +60,25 @@ class Trainer:
         """Arguments that every pass over a model shares."""
         return {"temperature": self.config.rollout.temperature, "fp32_head": self.config.train.fp32_head}
 
+    def recorder(self, parts: Sequence[Part]) -> Recorder:
+        """For a capture of the rows that `parts` name, at the weights as they are; collective."""
+        bias = trainer_biases(self.model, self.layout)
+        return Recorder(parts, self.place, self.layout, holds_logprobs=_holds_own_rows(self.ranks), bias=bias)
+
     def shards(self) -> list[Shard]:
         """The live weights that the engines must serve."""
         return weights.local_shards(self.model, self.spec, self.ranks)
 
 
 def build(config: Config, spec: ModelSpec, ranks: megatron.Ranks) -> Trainer:
-    """Build the model with the weights in `config.model.path`, its optimizer, and the reference if one is needed."""
+    """Build the model with the weights of version 0 (`config.model`), its optimizer, and the reference if one is needed."""
     layout = Layout(spec.moe_layers, spec.experts, spec.topk)
     model = megatron.build_model(spec, config, ranks)
-    weights.load_hf(model, spec, config.model.path, ranks)
+    _load_policy(model, config, spec, ranks)
     reference, reference_replay = None, None
     if config.objective.kl_coef > 0:
         reference = megatron.build_model(spec, config, ranks, trainable=False)
-        weights.load_hf(reference, spec, config.model.path, ranks)
+        _load_policy(reference, config, spec, ranks)
         reference_replay = RouteReplay(reference, layout) if config.replay.reference != "off" else None
     replay = None
     if config.replays:
@@ -80,6 +87,16 @@ def build(config: Config, spec: ModelSpec, ranks: megatron.Ranks) -> Trainer:
     place = Place(ranks.cp, ranks.tp, moe_indices(model, layout))
     optimizer = megatron.build_optimizer(model, config)
     return Trainer(config, spec, layout, ranks, model, optimizer, place, replay, reference, reference_replay)
+
+
+def _load_policy(model: list[torch.nn.Module], config: Config, spec: ModelSpec, ranks: megatron.Ranks) -> None:
+    """The weights of version 0."""
+    if config.model.megatron_checkpoint:
+        from moerl.train import checkpoint  # imports Megatron
+
+        checkpoint.load_policy(Path(config.model.megatron_checkpoint), model, Path(config.model.path))
+    else:
+        weights.load_hf(model, spec, config.model.path, ranks)
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -92,8 +109,11 @@ def learning_rate(config: Config, step: int) -> float:
     return train.lr * (1.0 + done * (train.lr_final_ratio - 1.0))
 
 
-def train_step(trainer: Trainer, parts: Sequence[Part], step: int, phase: Phase) -> dict[str, Any]:
+def train_step(trainer: Trainer, parts: Sequence[Part], step: int, phase: Phase, recorder: Recorder | None = None) -> dict[str, Any]:
     """Train on this rank's parts of the step's microbatches.
+
+    Args:
+        recorder: is told what the captured rows do at the weights about to be trained; None where no capture is due.
 
     Returns:
         Metrics of the step, over all ranks.
@@ -107,14 +127,17 @@ def train_step(trainer: Trainer, parts: Sequence[Part], step: int, phase: Phase)
     every = config.diagnostics.mismatch_every_steps
     if every and step % every == 0:
         with phase("natural"):
-            metrics |= measure(trainer, local)
+            metrics |= measure(trainer, local, recorder)
+    if recorder is not None:
+        with phase("capture"), recorder.timed():
+            metrics |= _missing_passes(trainer, local, recorder)
     with phase("logprobs"):
         local, proximal = _with_old_logprobs(trainer, local)
     routes = _routes(config.replay.actor, local, proximal)
     lr = learning_rate(config, step)
     for epoch in range(config.objective.epochs_per_batch):
         with phase("forward_backward"), _updating(trainer, local, routes):
-            found = _forward_backward(trainer, local)
+            found = _forward_backward(trainer, local, recorder if epoch == 0 and config.replay.actor == "rollout" else None)
         if epoch == 0:
             metrics |= found
         if not math.isfinite(found["loss"]):
@@ -124,23 +147,55 @@ def train_step(trainer: Trainer, parts: Sequence[Part], step: int, phase: Phase)
     return {**metrics, **_replay_metrics(trainer, parts, routes), "grad_norm": norm, "lr": lr, "microbatches": len(parts)}
 
 
-def measure(trainer: Trainer, local: Sequence[LocalMicrobatch]) -> dict[str, float]:
+def measure(trainer: Trainer, local: Sequence[LocalMicrobatch], recorder: Recorder | None = None) -> dict[str, float]:
     """What the weights about to be trained do on these tokens, in a pass of its own with the routes of `replay.evaluation`.
+
+    Args:
+        recorder: is told of the pass.
 
     Returns:
         off: the gap of the trainer's own routing (`*_natural`), and the share of recorded decisions it would have made otherwise;
         rollout: the gap that replay leaves before the update (`*_forced`).
     """
     if trainer.config.replay.evaluation == "rollout":
-        with trainer.replay.forced(_routes("rollout", local, None)):
-            logprobs = compute_logprobs(trainer.model, local, trainer.ranks, **trainer.passes)
-        return _suffixed(mismatch(_gap(trainer, local, logprobs)), "forced")
-    with trainer.replay.recorded([rows.real for rows in local]) as own:
-        logprobs = compute_logprobs(trainer.model, local, trainer.ranks, **trainer.passes)
+        return _suffixed(mismatch(_gap(trainer, local, forced_pass(trainer, local, recorder))), "forced")
+    return _measure_natural(trainer, local, recorder)
+
+
+def _measure_natural(trainer: Trainer, local: Sequence[LocalMicrobatch], recorder: Recorder | None) -> dict[str, float]:
+    own, logprobs = natural_pass(trainer, local, recorder)
     differ, decisions = _flips(own, local)
     differ, decisions = _sum_over_ranks((differ, decisions))
     found = _suffixed(mismatch(_gap(trainer, local, logprobs)), "natural")
     return {"natural_flip_share": differ / decisions, **found} if decisions else found
+
+
+def natural_pass(trainer: Trainer, local: Sequence[LocalMicrobatch], recorder: Recorder | None) -> tuple[Own, list[torch.Tensor]]:
+    """What the trainer chooses by itself, and the logprobs of that pass (as `compute_logprobs` returns them)."""
+    near = None if recorder is None else recorder.near(local)
+    with trainer.replay.recorded([rows.real for rows in local], near) as own:
+        logprobs = compute_logprobs(trainer.model, local, trainer.ranks, **trainer.passes)
+    if recorder is not None:
+        recorder.routed(own)
+        recorder.scored("natural", logprobs)
+    return own, logprobs
+
+
+def forced_pass(trainer: Trainer, local: Sequence[LocalMicrobatch], recorder: Recorder | None) -> list[torch.Tensor]:
+    """Logprobs on the engine's experts (as `compute_logprobs` returns them)."""
+    with trainer.replay.forced(_routes("rollout", local, None)):
+        logprobs = compute_logprobs(trainer.model, local, trainer.ranks, **trainer.passes)
+    if recorder is not None:
+        recorder.scored("replay", logprobs)
+    return logprobs
+
+
+def _missing_passes(trainer: Trainer, local: Sequence[LocalMicrobatch], recorder: Recorder) -> dict[str, float]:
+    """The passes that a capture needs and that the step neither has made nor will make; an update under replay is one."""
+    found = {} if recorder.has("natural") else _measure_natural(trainer, local, recorder)
+    if not recorder.has("replay") and trainer.config.replay.actor != "rollout":
+        forced_pass(trainer, local, recorder)
+    return found
 
 
 def _flips(own: Own, local: Sequence[LocalMicrobatch]) -> tuple[int, int]:
@@ -215,7 +270,7 @@ def _with_column(local: list[LocalMicrobatch], name: str, columns: Sequence[torc
     return [rows.with_column(name, column) for rows, column in zip(local, columns, strict=True)] if columns else local
 
 
-def _forward_backward(trainer: Trainer, local: Sequence[LocalMicrobatch]) -> dict[str, Any]:
+def _forward_backward(trainer: Trainer, local: Sequence[LocalMicrobatch], recorder: Recorder | None) -> dict[str, Any]:
     config, gaps, lags = trainer.config, [], []
 
     def loss_fn(outputs: TokenOutputs, rows: LocalMicrobatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -224,6 +279,8 @@ def _forward_backward(trainer: Trainer, local: Sequence[LocalMicrobatch]) -> dic
             whole = {"sequences": _sequences(rows, trainer.ranks), "budget_tokens": config.rollout.max_new_tokens}
         loss, denominator, sums = grpo_loss(config.objective, outputs.logprobs, outputs.entropy, rows.loss_mask, rows.columns, **whole)
         gaps.append(_trained_gap(rows, outputs.logprobs))
+        if recorder is not None:
+            recorder.replayed(rows.packing.microbatch, outputs.logprobs)
         if config.buffer.max_lag:
             lags.append(rows.columns["lag"][rows.loss_mask > 0].cpu().numpy())
         return loss, denominator, {**sums, "loss": loss, "denominator": denominator}
@@ -232,7 +289,7 @@ def _forward_backward(trainer: Trainer, local: Sequence[LocalMicrobatch]) -> dic
     sums = {name: sum(float(result[name]) for result in results) for name in (results[0] if results else ())}
     mine = (sums, *(np.concatenate(found) if found else np.zeros(0) for found in (gaps, lags)))
     sums, gap, lag = _sum_over_ranks(mine if _holds_own_rows(trainer.ranks) else ({}, np.zeros(0), np.zeros(0)))
-    stale = ess_by_lag(gap, lag) if len(lag) else {}
+    stale = by_lag(gap, lag) if len(lag) else {}
     replays = config.replay.actor != "off"
     tokens = max(1, int(sums["tokens"]))
     return {**averages(sums), **stale, "response_tokens": tokens, **_suffixed(mismatch(gap), "replay" if replays else "trained")}

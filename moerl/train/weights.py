@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 
 from moerl.errors import ModelError
+from moerl.models.names import classify
 from moerl.models.shard import Shard, shard_shape, windows
 from moerl.models.spec import Entry, ModelSpec
 from moerl.train.megatron import Ranks, unwrap
@@ -163,7 +164,7 @@ def _check(files: dict[str, Any], spec: ModelSpec, folder: Path) -> None:
     """Compare the folder with the specification: names, shapes, types."""
     expected = {name: entry for entry in spec.entries() for name in entry.hf}
     missing = [name for name in expected if name not in files]
-    extra = [name for name in files if name not in expected and not _ignorable(name, spec)]
+    extra = [name for name, known in classify(spec, files).items() if known.role == "unknown" and not _beyond(name, spec)]
     wrong = []
     for name, entry in expected.items():
         if name not in files:
@@ -185,12 +186,10 @@ def _check(files: dict[str, Any], spec: ModelSpec, folder: Path) -> None:
         raise ModelError(f"{folder} does not fit its own config.json ({spec.family}):\n  - " + "\n  - ".join(problems))
 
 
-def _ignorable(name: str, spec: ModelSpec) -> bool:
-    """Tensors of a checkpoint that training doesn't use: multi-token-prediction layers, rotary tables, a tied head's copy."""
+def _beyond(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor belongs to a layer behind the decoder's: multi-token prediction, which training doesn't use."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    if layer and int(layer[1]) >= spec.layers:
-        return True
-    return name.endswith("rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
+    return layer is not None and int(layer[1]) >= spec.layers
 
 
 def _some(names: list[str]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moerl.convert.tiny import tiny_config, tiny_qwen3_config, write_tiny
+from moerl.convert.tiny import tiny_config, tiny_deepseek_v2_config, tiny_glm4_config, tiny_qwen3_config, write_tiny
 from tests.torchrun import launch
 
 HERE = Path(__file__).parent
@@ -25,6 +25,8 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess]:
 SMALL = {
     "deepseek": tiny_config(hidden=64, layers=5, experts=8, topk=2, groups=4, group_topk=2, expert_width=32),
     "qwen3": tiny_qwen3_config(hidden=64, layers=5, experts=8, topk=2, heads=8, kv_heads=4, head_dim=16, expert_width=32),
+    "glm4": tiny_glm4_config(hidden=64, layers=4, experts=8, topk=2, heads=8, kv_heads=4, head_dim=16, expert_width=32),
+    "deepseek_v2": tiny_deepseek_v2_config(hidden=64, layers=4, experts=8, topk=3, groups=4, group_topk=2, expert_width=32),
     "qwen3_tied": tiny_qwen3_config(hidden=64, layers=3, experts=8, topk=2, expert_width=32)
     | {"tie_word_embeddings": True, "mlp_only_layers": [1]},
 }

@@ -58,7 +58,7 @@ def microbatches(layout: Layout, vocabulary: int) -> list[Microbatch]:
     """The same packed microbatches on every rank; forced routes are random, so nothing but replay produces them."""
     rng = np.random.default_rng(5)
     made = []
-    for _ in range(MICROBATCHES):
+    for number in range(MICROBATCHES):
         lengths = rng.integers(3, 20, size=4)
         padded = -(-lengths // MULTIPLE) * MULTIPLE
         boundaries = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
@@ -76,6 +76,7 @@ def microbatches(layout: Layout, vocabulary: int) -> list[Microbatch]:
                 routes=routes.astype(layout.dtype),
                 real=real,
                 columns={"advantages": rng.standard_normal(total).astype(np.float32)},
+                numbers=np.where(real, 4 * number + np.repeat(np.arange(4), padded), -1),
             )
         )
     return made

@@ -14,15 +14,21 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 
+from moerl.report import capture as recording
 from moerl.reshard.gather import gather_hf
+from moerl.rollout.sample import Sample
+from moerl.routing.layout import Layout, VersionRun
 from moerl.routing.replay import moe_layers
-from moerl.train import megatron, weights
+from moerl.routing.trace import Trace
+from moerl.train import capture, megatron, trainer, weights
 from moerl.train.assemble import whole_logprobs
+from moerl.train.batch import Microbatch, cut
 from moerl.train.forward import LocalMicrobatch, compute_logprobs, forward_backward
 from tests.parallel.dispatch_probe import Dispatched, watched
 from tests.parallel.layout_job import (
@@ -30,6 +36,7 @@ from tests.parallel.layout_job import (
     build,
     everywhere,
     gradients,
+    microbatches,
     of_replicas,
     parameters,
     reduce_everywhere,
@@ -140,6 +147,38 @@ def _trained(job: Job, routing: AbstractContextManager[None]) -> Arrays:
     return found | {f"grad/{name}": tensor for name, tensor in gradients(job).items()}
 
 
+def check_capture(job: Job) -> Arrays:
+    """What a capture of two of every three sequences holds: joined on rank 0, written, and read again."""
+    everything = microbatches(job.trainer.layout, job.trainer.spec.vocab_size)
+    samples = {number: sample_of(everything, number, job.trainer.layout) for number in range(4 * len(everything)) if number % 3}
+    parts = [cut(one, job.trainer.place, samples) for one in job.whole]
+    recorder = job.trainer.recorder(parts)
+    trainer.natural_pass(job.trainer, job.local, recorder)
+    trainer.forced_pass(job.trainer, job.local, recorder)
+    meta = capture.describe(job.config, job.trainer.spec, job.model, step=0, version=0, source="training")
+    with TemporaryDirectory() as folder:
+        capture.write(Path(folder), recorder, samples if job.ranks.rank == 0 else None, meta, {"trainer_bias": recorder.bias})
+        if job.ranks.rank > 0:
+            return {}
+        (path,) = recording.list_steps(folder).values()
+        rows, biases = recording.concatenate(recording.read(path)), recording.read_biases(path)
+    rows = rows.take(np.lexsort((rows.position, rows.sample)))
+    found = {name: getattr(rows, name) for name in ("sample", "position", "engine_ids", "margin", "flipped_mass")}
+    found |= {name: getattr(rows, name)[rows.response] for name in ("natural_logprob", "replay_logprob")}
+    found |= {f"numbers/{number}": one.numbers for number, one in enumerate(everything)}
+    return found | {"trainer_ids": np.sort(rows.trainer_ids, axis=-1), "trainer_bias": biases["trainer_bias"]}
+
+
+def sample_of(everything: list[Microbatch], number: int, layout: Layout) -> Sample:
+    """A sequence of `microbatches` as an engine would have answered it, after a prompt of one token."""
+    (one,) = (one for one in everything if number in one.numbers)
+    rows = one.numbers == number
+    tokens = np.append(one.tokens[rows], 0)
+    record = Trace.of(one.routes[rows], layout, tokens[:-1], [VersionRun(0, 0, int(rows.sum()))]).to_bytes()
+    logprobs = np.zeros(len(tokens) - 1, "<f4").tobytes()
+    return Sample(0, number, tokens[:1].tolist(), tokens[1:].tolist(), logprobs, record, [], "", "stop")
+
+
 def check_perturbed(job: Job) -> Arrays:
     """The same passes without gradients, with other routers."""
     with perturbed_routers(job):
@@ -222,6 +261,7 @@ def check_gathered(job: Job) -> Arrays:
 CHECKS: dict[str, tuple[str, Callable[[Job], Arrays]]] = {
     "gathered": ("frozen", check_gathered),
     "forward": ("frozen", check_forward),
+    "capture": ("frozen", check_capture),
     "natural": ("frozen", check_natural),
     "replay": ("frozen", check_replay),
     "perturbed": ("frozen", check_perturbed),

@@ -1,4 +1,4 @@
-"""Every family in real Megatron: loaded, cut and gathered bit for bit, and each layout of Qwen3-MoE computes what one process computes.
+"""Every family in real Megatron: loaded, cut and gathered bit for bit, and its layouts compute what one process computes.
 
 The layouts of DeepSeek-V3 are in `test_layouts.py`; these are cases of the same workers.
 """
@@ -21,7 +21,7 @@ LAYOUTS = {
     "tp2_ep2": {"tp": 2, "ep": 2},
     "tp2_etp2": {"tp": 2, "etp": 2},
 }
-MODELS = {"qwen3": list(LAYOUTS), "qwen3_tied": ["tp2", "pp2"]}
+MODELS = {"qwen3": list(LAYOUTS), "qwen3_tied": ["tp2", "pp2"], "glm4": ["tp2", "pp2"], "deepseek_v2": ["cp2", "tp2_ep2"]}
 """Model -> the layouts that are compared with one process."""
 
 ONE = {

@@ -14,7 +14,7 @@ Arrays = Mapping[str, np.ndarray]
 
 pytestmark = pytest.mark.timeout(600)
 
-CORE = ["forward", "natural", "replay", "perturbed", "optimizer"]
+CORE = ["forward", "capture", "natural", "replay", "perturbed", "optimizer"]
 BIAS = ["bias_native", "bias_replayed"]
 DEEP = [*CORE, "differences", *BIAS]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -84,6 +84,11 @@ RECOMPUTED: dict[str, Any] = {
 
 LIMITS = {
     "forward": {"weights": 0.0, "natural": 1e-6, "forced": 1e-6, "loss": 1e-6, "chosen": 0.0},
+    "capture": {
+        **dict.fromkeys(("sample", "position", "engine_ids", "trainer_ids", "trainer_bias"), 0.0),
+        **dict.fromkeys(("natural_logprob", "replay_logprob"), 1e-6),
+        **dict.fromkeys(("margin", "flipped_mass"), 1e-3),
+    },
     "natural": {"loss": 1e-6, "grad": 1e-5},
     "replay": {"loss": 1e-6, "grad": 1e-5, "agreeing": 0.0, "decisions": 0.0},
     "perturbed": {"natural": 1e-6, "forced": 1e-6, "loss": 1e-6, "chosen": 0.0},
@@ -172,10 +177,22 @@ def single(found) -> Arrays:
     return found(1, LAYOUTS[1], "single")
 
 
-@pytest.mark.parametrize(("processes", "cases", "name", "check"), layouts("forward", "natural", "replay", "perturbed"))
+@pytest.mark.parametrize(("processes", "cases", "name", "check"), layouts("forward", "capture", "natural", "replay", "perturbed"))
 def test_layout_equals_one_process(processes, cases, name, check, found, single):
     wrong = compared(found(processes, cases, name), single, check, LIMITS[check])
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_capture_holds_the_rows_of_its_samples_and_no_others(single):
+    """The reference itself, against the choice and the trace as whole microbatches have them."""
+    numbers = list(numbered(single, "capture", "numbers"))
+    for name, kind in (("trainer_ids", "chosen"), ("engine_ids", "trace")):
+        wanted = [whole[(held % 3 > 0) & (held >= 0)] for whole, held in zip(numbered(single, "forward", kind), numbers, strict=True)]
+        assert np.array_equal(np.sort(single[f"capture/{name}"], axis=-1), np.concatenate(wanted)), name
+    _, counts = np.unique(single["capture/sample"], return_counts=True)
+    assert np.array_equal(single["capture/position"], np.concatenate([np.arange(count) for count in counts]))
+    assert single["capture/margin"].min() >= 0
+    assert 0.3 < single["capture/flipped_mass"].astype(float).mean() < 1
 
 
 @pytest.mark.parametrize(("processes", "cases", "name", "check"), layouts("forward", "replay", "perturbed", dtypes=("float32", "bfloat16")))

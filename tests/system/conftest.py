@@ -52,8 +52,8 @@ def moerl(start: Callable[..., AbstractContextManager[Started]]) -> Callable[...
 
 @pytest.fixture(scope="session")
 def live_run(moerl: Callable[..., Finished]) -> Finished:
-    """Four steps with a real engine, checkpoints after steps 2 and 4."""
-    finished = moerl("live")
+    """Four steps with a real engine, checkpoints after steps 2 and 4, captures of steps 0 and 2."""
+    finished = moerl("live", "--diagnostics.capture_every_steps", "2")
     assert finished.status == 0, finished.output[-4000:]
     return finished
 

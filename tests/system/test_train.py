@@ -5,13 +5,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from moerl.config.schema import Engine
+from moerl.report import capture as recording
 from moerl.rollout.client import EngineClient
 from moerl.rollout.server import EngineServer
+from moerl.routing.compare import differing, k3
 from tests.system.run_harness import Finished
 
 EXACT = ("loss", "grad_norm", "entropy", "kl_replay", "kl_natural", "replay_agreement")
@@ -48,6 +51,22 @@ def test_a_run_leaves_what_it_promises(live_run: Finished) -> None:
     assert len(list((live_run.folder / "rollouts").glob("step-*.rollout"))) == 4
     assert {"rank-0.log", "engine-0.log"} <= {path.name for path in (live_run.folder / "logs").iterdir()}
     assert json.loads((live_run.folder / "config.json").read_text())["train"]["steps"] == 4
+
+
+def test_captures_hold_every_token_that_the_metrics_are_means_of(live_run: Finished) -> None:
+    found = recording.list_steps(live_run.folder / "mismatch")
+    assert list(found) == [0, 2]
+    for step, path in found.items():
+        rows, metrics = recording.concatenate(recording.read(path)), live_run.metrics[step + 1]
+        assert (metrics["step"], metrics["capture_rows"], set(rows.version.tolist())) == (step, len(rows), {step})
+        for side, gap in (("natural", rows.differences("natural")), ("replay", rows.differences("replay"))):
+            assert metrics[f"kl_{side}"] == pytest.approx(k3(gap[rows.response]).mean(), rel=1e-6)
+        flips = differing(rows.engine_ids, rows.trainer_ids).mean(axis=0)
+        assert metrics["flip_share_by_layer"] == pytest.approx(flips.tolist())
+        assert metrics["natural_flip_share"] == pytest.approx(flips.mean())
+        biases = recording.read_biases(path)
+        assert biases["engine_bias"].shape == (2, 16)
+        assert np.array_equal(biases["engine_bias"], biases["trainer_bias"])
 
 
 def test_it_is_silent_and_no_process_is_left(live_run: Finished) -> None:

@@ -10,7 +10,7 @@
 | `losses` | PPO clip, GSPO, CISPO; the KL to the reference; `grpo_loss`, which puts all together |
 | `corrections` | what stands between engine and trainer: TIS, MIS, IcePop, OPSM |
 | `sequences` | sums over the tokens of a packed sequence that context parallelism has cut |
-| `measures` | sums of all ranks to the metrics of a step; effective sample size by lag |
+| `measures` | sums of all ranks to the metrics of a step; effective sample size and KL by lag |
 | `sampling` | log-probabilities within the nucleus that the engine sampled from |
 
 Three policies meet. The engine's is the behaviour: it sampled. The old one is what clipping compares with: the trainer before the
@@ -23,15 +23,15 @@ no gradient; only trained tokens are looked at, so that no value at padding, not
 from moerl.train.objective.advantages import group_advantages, is_uniform, overlong_penalty, uniform_share
 from moerl.train.objective.corrections import correction
 from moerl.train.objective.losses import grpo_loss, supervised_loss
-from moerl.train.objective.measures import averages, ess_by_lag
+from moerl.train.objective.measures import averages, by_lag
 from moerl.train.objective.sampling import masked_logprobs
 from moerl.train.objective.sequences import Sequences, sequence_ids
 
 __all__ = [
     "Sequences",
     "averages",
+    "by_lag",
     "correction",
-    "ess_by_lag",
     "group_advantages",
     "grpo_loss",
     "is_uniform",

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from moerl.routing.compare import k3
+
 OF_SEQUENCES = "_of_sequences"
 
 
@@ -29,7 +31,7 @@ def averages(sums: dict[str, float]) -> dict[str, float]:
     return means
 
 
-def ess_by_lag(gap: np.ndarray, lag: np.ndarray) -> dict[str, float]:
+def by_lag(gap: np.ndarray, lag: np.ndarray) -> dict[str, float]:
     """How much tokens are still worth that were sampled some versions ago.
 
     Args:
@@ -37,8 +39,8 @@ def ess_by_lag(gap: np.ndarray, lag: np.ndarray) -> dict[str, float]:
         lag: float32[m] versions between the weights that sampled each token and those that are trained.
 
     Returns:
-        of each lag that occurs: ess_lag{n}, the effective sample size (sum w)^2 / (m_n * sum w^2) of the weights w = exp(gap), and
-        token_share_lag{n}.
+        of each lag that occurs: ess_lag{n}, the effective sample size (sum w)^2 / (m_n * sum w^2) of the weights w = exp(gap), kl_lag{n},
+        the KL from the engine's policy by the k3 estimator, and token_share_lag{n}.
     """
     found = {}
     whole = np.rint(lag).astype(np.int64)
@@ -46,5 +48,6 @@ def ess_by_lag(gap: np.ndarray, lag: np.ndarray) -> dict[str, float]:
         logs = gap[whole == versions].astype(np.float64)
         weight = np.exp(logs - logs.max())  # the size doesn't change with the scale of the weights
         found[f"ess_lag{versions}"] = float(weight.sum() ** 2 / (weight**2).sum() / len(weight))
+        found[f"kl_lag{versions}"] = float(k3(logs).mean())
         found[f"token_share_lag{versions}"] = len(weight) / len(gap)
     return found

@@ -74,5 +74,22 @@ def test_a_report_begins_anew_and_goes_on_with_what_holds() -> None:
     assert "buffer/length_refused" not in after
 
 
+def test_each_engine_says_what_it_did_since_the_last_report_also_after_it_was_replaced() -> None:
+    meter = Meter(slots=4)
+    meter.engine(0, 100, 1.0)
+    meter.engine(1, 40, 0.5)
+    meter.report(10.0)
+    meter.engine(0, 300, 1.0)
+    meter.engine(0, 20, 0.25)  # a new one
+    meter.engine(0, 60, 0.25)
+    found = {name: value for name, value in meter.report(14.0).items() if name.startswith("engine/")}
+    assert found == {
+        "engine/0/tokens_per_s": (200 + 60) / 4,
+        "engine/0/paused_s": 0.25,
+        "engine/1/tokens_per_s": 0.0,
+        "engine/1/paused_s": 0.0,
+    }
+
+
 def test_a_report_without_time_is_finite() -> None:
     assert Meter(slots=4).report(0.0)["buffer/trainer_busy_share"] == 0.0

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.buffer.lag import fresh_tokens, oldest_version, token_lags
@@ -19,6 +19,7 @@ def runs_of(versions: list[int]) -> list[tuple[int, int, int]]:
 
 
 @given(by_token, st.integers(9, 15), st.integers(0, 6))
+@settings(deadline=None)
 def test_a_token_is_fresh_if_its_own_version_is(versions: list[int], trained: int, max_lag: int) -> None:
     runs = runs_of(versions)
     mask = fresh_tokens(runs, trained, max_lag)

@@ -80,15 +80,7 @@ def test_with_lag_as_many_groups_are_admitted_as_steps_can_train_in_time() -> No
 
 
 def test_quick_groups_go_ahead_of_slow_ones_only_while_these_can_still_be_in_time() -> None:
-    bench = Bench(count=1, max_lag=1)
-    bench.admit()
-    bench.dispatch()
-    bench.finish(1)
-    assert positions(bench.take()) == [1]  # group 0 may still be trained in step 1
-    bench.scheduler.published(1)
-    bench.admit()
-    bench.dispatch()
-    bench.finish(2)
+    bench = straggling()
     wait = bench.take()
     assert isinstance(wait, Wait)
     assert (wait.due, wait.missing, wait.blockers) == (True, 1, {0})
@@ -115,13 +107,13 @@ def test_refuse_drops_the_straggler_with_its_length() -> None:
     assert bench.refused() == [Refused(0, "late", 160, 2, 3.0)]
 
 
-def straggling(policy: str) -> Bench:
+def straggling(policy: str = "wait") -> Bench:
     """max_lag 1, one group per step: step 1 is next, group 2 is ready, and group 0 of version 0 still runs."""
     bench = Bench(count=1, max_lag=1, policy=policy)
     bench.admit()
     bench.dispatch()
     bench.finish(1)
-    bench.take()
+    assert positions(bench.take()) == [1]  # group 0 may still be trained in step 1
     bench.scheduler.published(1)
     bench.admit()
     bench.dispatch()
@@ -179,15 +171,7 @@ def test_a_group_with_too_few_completions_is_refused_and_another_admitted() -> N
 
 
 def test_fresh_completions_make_a_group_young_again_if_nothing_old_is_left() -> None:
-    bench = Bench(count=1, size=2, max_lag=1)
-    bench.admit()
-    bench.dispatch()
-    bench.finish(1)
-    bench.take()
-    bench.scheduler.published(1)
-    bench.admit()
-    bench.dispatch()
-    bench.finish(2)
+    bench = straggling()
     assert isinstance(bench.take(), Wait)
     assert [bench.scheduler.sample_failed(0, sample, "engine died") for sample in (0, 1)] == ["again", "again"]
     assert positions(bench.take()) == [2]  # group 0 now begins with version 1, so step 2 will do
@@ -204,6 +188,18 @@ def test_a_group_that_runs_too_long_is_refused_as_a_whole() -> None:
     assert bench.admit() == [2]
     bench.scheduler.refuse(0, 16.0, cut=[100, 120])
     assert bench.refused() == [Refused(0, "timeout", 220, 2, 16.0)]
+
+
+def test_the_time_of_a_group_that_lost_its_engine_stands_still_until_it_has_another() -> None:
+    bench = Bench(count=1, group_timeout_s=10.0)
+    bench.admit()
+    bench.dispatch()
+    bench.scheduler.stopped(0)
+    assert bench.scheduler.overdue(1000.0) == []
+    assert bench.take().text == "the trainer (step 0) waits for 1 more groups: group 0 (prompt 0, without an engine)"
+    bench.scheduler.restarted(0, 1000.0)
+    assert bench.scheduler.overdue(1009.0) == []
+    assert bench.scheduler.overdue(1011.0) == [0]
 
 
 def test_dynamic_sampling_replaces_uniform_groups_up_to_its_cap() -> None:

@@ -6,24 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moerl.bench.loop import LONG_TAIL
 from moerl.buffer.simulate import Cluster, Outcome, _Engine, simulate
 from moerl.config.schema import Buffer
 from moerl.errors import ConfigError
-
-LONG_TAIL = Cluster(
-    engines=4,
-    slots=64,
-    prompts_per_step=128,
-    group_size=8,
-    max_new_tokens=16_000,
-    length_median=1000,
-    length_p95=8000,
-    steps=80,
-    prompts=2000,
-    decode_base_s=0.015,
-    decode_per_running_s=1e-4,
-)
-"""256 slots for 1024 completions a step; the longest completion takes as long as two steps at full speed."""
 
 
 def with_buffer(cluster: Cluster, **changes) -> Cluster:
@@ -38,9 +24,9 @@ def dropped(outcome: Outcome) -> float:
     ("changes", "side"),
     [
         ({"train_s_per_token": 4e-5}, "generation"),
-        ({"train_s_per_token": 8e-5}, "both"),
+        ({}, "both"),
         ({"train_s_per_token": 1.1e-4}, "training"),
-        ({"train_s_per_token": 8e-5, "predictable": 0.0}, "both"),
+        ({"predictable": 0.0}, "both"),
     ],
 )
 def test_long_tail_runs_at_the_bound_with_nothing_dropped(changes: dict[str, float], side: str) -> None:
@@ -57,7 +43,7 @@ def test_long_tail_runs_at_the_bound_with_nothing_dropped(changes: dict[str, flo
 
 
 def test_more_lag_helps_until_the_longest_completion_fits() -> None:
-    cluster = replace(LONG_TAIL, steps=50, train_s_per_token=8e-5)
+    cluster = replace(LONG_TAIL, steps=50)
     shares = [simulate(with_buffer(cluster, max_lag=lag)).share for lag in (0, 1, 2, 4)]
     assert shares[0] < shares[1] < shares[2] < shares[3]
 
@@ -139,7 +125,12 @@ clusters = st.builds(
 @given(clusters)
 @settings(max_examples=60, deadline=None)
 def test_any_cluster_finishes_within_its_bound_and_its_lag(cluster: Cluster) -> None:
-    outcome = simulate(cluster)
+    try:
+        outcome = simulate(cluster)
+    except ConfigError:
+        if cluster.buffer.group_timeout_s is None:
+            raise
+        return  # no group ends in time
     figures = outcome.figures
     assert outcome.steps == cluster.steps
     assert 0 < outcome.share <= 1 + 1e-9
@@ -148,6 +139,13 @@ def test_any_cluster_finishes_within_its_bound_and_its_lag(cluster: Cluster) -> 
     by_lag = [value for name, value in figures.items() if name.removeprefix("buffer/lag_").isdigit()]
     assert sum(by_lag) == cluster.steps * cluster.prompts_per_step
     assert simulate(cluster) == outcome
+
+
+def test_prompts_that_never_end_in_time_are_an_error_that_names_the_setting() -> None:
+    cluster = Cluster(length_median=1000, length_p95=1000, prompts_per_step=4, steps=3)
+    assert simulate(with_buffer(cluster, group_timeout_s=100.0)).steps == 3
+    with pytest.raises(ConfigError, match="buffer.group_timeout_s 1 is too short: 40[0-9] groups ran longer"):
+        simulate(with_buffer(cluster, group_timeout_s=1.0))
 
 
 def test_dropping_stragglers_drops_long_ones_and_says_so() -> None:
@@ -167,7 +165,7 @@ def test_masked_stragglers_are_trained_beyond_the_lag_and_nobody_waits_for_them(
 
 
 def test_draining_engines_before_each_sync_gives_the_gain_away() -> None:
-    cluster = with_buffer(replace(LONG_TAIL, steps=40, train_s_per_token=8e-5), max_lag=4)
+    cluster = with_buffer(replace(LONG_TAIL, steps=40), max_lag=4)
     assert simulate(replace(cluster, interrupt="drain")).share < 0.7 * simulate(cluster).share
 
 

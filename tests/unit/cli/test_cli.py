@@ -14,12 +14,14 @@ from moerl.errors import ConfigError, EngineError
 HELP = """\
 moerl: RL post-training of mixture-of-experts models
 
-  moerl train @ FILE [SETTINGS]                                   generate with routes, train on the same routes, push the weights back
-  moerl rollout @ FILE [SETTINGS]                                 generate and record only, with the engines alone
-  moerl config show|check @ FILE [SETTINGS]                       show the effective settings as TOML, or check them
-  moerl plan @ FILE [SETTINGS] [--world N] [--simulate] [--json]  what a weight update moves, or how busy a cluster would be; no GPU needed
-  moerl bench trace|replay|pack|sync|loop [--json]                measure one part, as ratios within one run
-  moerl doctor [--json]                                           what is installed, what is missing, why, and the command that fixes it
+  moerl train @ FILE [SETTINGS]                                         generate with routes, train on the same routes, push the weights back
+  moerl rollout @ FILE [SETTINGS]                                       generate and record only, with the engines alone
+  moerl config show|check @ FILE [SETTINGS]                             show the effective settings as TOML, or check them
+  moerl plan @ FILE [SETTINGS] | --hf CONFIG [OPTIONS] | --simulate     what a cluster would hold, send and reach, or how busy it would be; no GPU needed
+  moerl report RUN [--against RUN] [--json] [--fail-if CONDITION]       what the gap between engine and trainer is made of, as one page
+  moerl convert hf-to-megatron|megatron-to-hf|verify SRC DST [OPTIONS]  a Hugging Face folder to a Megatron distributed checkpoint, and back
+  moerl bench trace|replay|pack|sync|loop|convert|report [--json]       measure one part, as ratios within one run
+  moerl doctor [--json]                                                 what is installed, what is missing, why, and the command that fixes it
 
 settings:
   @ FILE                  a TOML file; several are laid over one another, left to right
@@ -30,7 +32,33 @@ options of train and rollout:
   --resume                train: continue from the last checkpoint in run.dir
   --overwrite             replace the run in run.dir
   --rollouts DIR          train: no engine; train on the rollouts recorded in DIR
-"""
+
+options of report:
+  -o FILE                 where the page goes, instead of RUN/report.html
+  --json                  print one object instead of writing a page
+  --against RUN           two recordings of the same tokens; --side engine (default) or trainer
+  --fail-if CONDITION     end with status 3 if it holds, as in 'kl_replay>1e-3'; may be repeated
+  --recompute CHECKPOINT  record first, with these weights; --steps 0,3, --version N and settings go along
+  --import KIND FILE ...  records of sglang, vllm or megatron, into -o RUN, with --model CONFIG [--step N]
+
+options of plan:
+  --hf CONFIG             a config.json, or the folder that holds it, in place of model.path
+  --trainer tp=2,pp=4,... sizes of the trainer: tp, pp, vpp, cp, ep, etp, dp; likewise --engine tp=8,ep=1,replicas=4
+  --gpus N                how to split N GPUs between trainer and engines
+  --world N               trainer ranks
+  --gpu-gib 80 ...        what is assumed: reserve-gib, gbps-per-rank, hbm-tb-s, tflops, mfu, imbalance, prompt-tokens, response-tokens
+  --json, --markdown      one JSON object as the last line; one row of a table and nothing else
+
+options of convert:
+  --verify                compare both sides bit for bit afterwards, by other code
+  --dry-run               inventory, sizes and an estimate of the time; write nothing
+  --mtp keep|drop         weights for multi-token prediction (kept by default)
+  --dtype TYPE            megatron-to-hf: keep (default), bfloat16, float32 or fp8 (in blocks, with scales)
+  --hf-config DIR         megatron-to-hf: HF folder of the model, for a checkpoint that carries no config
+  --memory-mib N          memory for the values in flight (1024)
+  --workers N             files written at a time (one for each CPU)
+  --file-mib N            size of each output file, the unit of resuming
+"""  # noqa: E501
 
 Command = Callable[[Callable[[list[str]], int]], None]
 
@@ -74,7 +102,7 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == "error: moerl has no command 'trian'; did you mean train?\n"
     assert cli.main(["zzzz"]) == 2
-    assert "the commands are train, rollout, config, plan, bench, doctor" in capsys.readouterr().err
+    assert "the commands are train, rollout, config, plan, report, convert, bench, doctor" in capsys.readouterr().err
 
 
 def test_arguments_and_status_pass_through(command: Command) -> None:

@@ -39,9 +39,11 @@ def test_a_local_ray_leaves_no_folder_and_no_variable_behind_and_signals_alone()
             folder = os.path.dirname(ray._private.worker._global_node.get_session_dir_path())
             assert folder.startswith("/tmp/moerl-ray-"), folder
             os.kill(os.getpid(), signal.SIGTERM)
+            nice = ray.remote(num_cpus=0)(lambda: os.nice(0))
+            assert ray.get(nice.remote()) == os.nice(0), "engines get as much of a core as this process"
         assert received == [signal.SIGTERM]
         # Ray itself adds variables of its own; those that were given to it must be as before.
-        for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED", "CUDA_VISIBLE_DEVICES"):
+        for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "CUDA_VISIBLE_DEVICES"):
             assert os.environ.get(name) == before.get(name), name
         assert not ray.is_initialized()
         print(folder)

@@ -31,12 +31,15 @@ def pretend_engine():
 
     import msgspec
 
+    from moerl.cluster.slots import Look
     from moerl.rollout.generate import Outcome
     from moerl.rollout.sample import Prompt, Sample
 
     class PretendEngine:
         """Attributes:
         delay_s: shortest and longest time that a call takes.
+        hangs: prompts whose calls end only when they are given up, with one completion that had ended and 9 tokens of each other one.
+        idle: requests fewer than asked for that it says it runs, of those whose time has come.
         asked: (prompt, completions, how many of them) of each call.
         most: completions that ran at once.
         """
@@ -45,10 +48,17 @@ def pretend_engine():
             self.number, self.version = number, 0
             self.reset()
 
-        def reset(self, *, version=0, delay_s=(0.0, 0.02), hangs=(), fails=None, offset=0, garbage=False, bug=False):
+        def reset(self, *, version=0, delay_s=(0.0, 0.02), hangs=(), fails=None, offset=0, garbage=False, bug=False, idle=0):
             self.version, self.delay_s, self.hangs, self.fails = version, delay_s, hangs, fails or {}
             self.offset, self.garbage, self.bug = offset, garbage, bug
-            self.asked, self.running, self.most = [], 0, 0
+            self.asked, self.running, self.most, self.given_up = [], 0, 0, {}
+            self.idle, self.tokens = idle, 0
+
+        def look(self):
+            return Look(max(0, self.running - self.idle), self.tokens, 0.5 * self.version)
+
+        async def give_up(self, rid):
+            self.given_up.setdefault(rid, asyncio.Event()).set()
 
         def serve(self, version):
             self.version = version
@@ -62,7 +72,11 @@ def pretend_engine():
             self.running += len(indices)
             self.most = max(self.most, self.running)
             try:
-                await asyncio.sleep(600 if prompt.id in self.hangs else random.uniform(*self.delay_s))
+                if prompt.id in self.hangs:
+                    await self.given_up.setdefault(rid, asyncio.Event()).wait()
+                    ended = Sample(prompt.id, indices[0], prompt.tokens, [5, 2], b"", b"", [(began, 0, 2)], "", "stop", self.number)
+                    return msgspec.msgpack.encode(Outcome([ended], {}, dict.fromkeys(indices[1:], 9)))
+                await asyncio.sleep(random.uniform(*self.delay_s))
             finally:
                 self.running -= len(indices)
             if self.bug:
@@ -76,7 +90,9 @@ def pretend_engine():
                 Sample(prompt.id, index, prompt.tokens, [5, 2], b"", b"", runs, str(prompt.id), "stop", self.number)
                 for index in good[:keep]
             ]
-            return msgspec.msgpack.encode(Outcome(samples, dict.fromkeys(failed, ("proves nothing", 7)), dict.fromkeys(good[keep:], 5)))
+            outcome = Outcome(samples, dict.fromkeys(failed, ("proves nothing", 7)), dict.fromkeys(good[keep:], 5))
+            self.tokens += outcome.tokens
+            return msgspec.msgpack.encode(outcome)
 
     return PretendEngine
 
@@ -204,8 +220,10 @@ def test_a_trainer_that_trains_is_not_said_to_wait_for_the_step_that_is_asked_fo
         ("in_place", 0.0, [(0.0, 0.3), (0.0, 0.02)]),
         ("in_place", 0.15, [(0.0, 0.02), (0.0, 0.1)]),
         ("drain", 0.02, [(0.0, 0.2), (0.0, 0.02)]),
+        ("abort", 0.05, [(0.0, 0.1), (0.0, 0.3)]),
+        ("retract", 0.0, [(0.0, 0.05), (0.1, 0.2)]),
     ],
-    ids=["fast trainer", "slow trainer", "drained"],
+    ids=["fast trainer", "slow trainer", "drained", "aborted", "retracted"],
 )
 def test_no_lag_exceeds_the_limit_whichever_side_is_slower(engines, tmp_path, interrupt, train_s, delays):
     for engine, delay_s in zip(engines, delays, strict=True):
@@ -283,6 +301,46 @@ def test_a_version_that_cannot_be_is_an_error_that_names_the_sample(engines, tmp
         ),
     ):
         stream.take(3, last=True)
+
+
+def test_after_a_sync_that_failed_half_way_groups_of_either_version_are_trained_within_the_limit(engines, tmp_path):
+    """One engine serves the new version and the other does not, until it is pushed again."""
+    ray.get([engine.reset.remote(delay_s=(0.0, 0.1)) for engine in engines])
+    steps = []
+    with streaming(tmp_path, engines, settings(max_lag=1)) as stream:
+        for step in range(4):
+            steps.append(stream.take(step, last=step == 3)[0])
+            stream.announce(step + 1)
+            ray.get(engines[0].serve.remote(step + 1))
+            time.sleep(0.2)
+            sync(stream, engines, step + 1)
+    found = {step - run[0] for step, groups in enumerate(steps) for group in groups for sample in group.samples for run in sample.versions}
+    assert found == {0, 1}
+    account(tmp_path, steps)
+
+
+def test_groups_of_equal_rewards_are_replaced_and_where_that_ends_the_step_says_so(engines, tmp_path):
+    """The reward is the length of the text, which is the same for all completions of a prompt."""
+    steps = []
+    with streaming(tmp_path, engines, settings(dynamic_sampling=True, max_resamples_per_step=3)) as stream:
+        for step in range(2):
+            groups, figures = stream.take(step, last=step == 1)
+            assert (figures["buffer/refused_uniform"], figures["buffer/uniform_trained"], figures["buffer/capped"]) == (3, PER_STEP, 1)
+            assert figures["buffer/wasted_uniform_tokens"] == 3 * 2 * 2
+            steps.append(groups)
+            sync(stream, engines, step + 1)
+    account(tmp_path, steps)
+
+
+def test_each_engine_says_how_much_it_sampled_and_how_long_it_was_paused(engines, tmp_path):
+    ray.get([engine.reset.remote(delay_s=(0.3, 0.3)) for engine in engines])
+    with streaming(tmp_path, engines, settings()) as stream:
+        stream.take(0, last=False)
+        time.sleep(0.5)
+        sync(stream, engines, 1)
+        _, figures = stream.take(1, last=True)
+    assert [figures[f"engine/{number}/paused_s"] for number in range(2)] == [0.5, 0.5]
+    assert all(figures[f"engine/{number}/tokens_per_s"] > 0 for number in range(2))
 
 
 def test_a_group_whose_reward_fails_is_refused_and_the_others_go_on(engines, tmp_path):
@@ -373,7 +431,47 @@ def test_a_group_that_runs_too_long_is_aborted_and_refused_though_nothing_else_h
         until(lambda: not any(running for _, running, _ in reports(engines)))
     assert ids(groups) == prompts_at(0, 2, 3, 4)
     assert refusals(tmp_path) == {1: "timeout"}
+    (refused,) = (event for event in events(ledger_file(tmp_path)) if isinstance(event, Refused))
+    assert (refused.tokens, refused.samples) == (2 + 9, 2), "of the completion that had ended, and of the one that was cut"
     account(tmp_path, [groups])
+
+
+def test_a_group_that_is_late_is_given_up_with_what_it_had_sampled(engines, tmp_path):
+    ray.get([engine.reset.remote(hangs=prompts_at(0)) for engine in engines])
+    with streaming(tmp_path, engines, settings(max_lag=1, policy="refuse")) as stream:
+        for step in range(3):
+            stream.take(step, last=step == 2)
+            sync(stream, engines, step + 1)
+        until(lambda: refusals(tmp_path))
+    assert refusals(tmp_path) == {0: "late"}
+    (refused,) = (event for event in events(ledger_file(tmp_path)) if isinstance(event, Refused))
+    assert (refused.tokens, refused.samples) == (2 + 9, 2)
+
+
+def test_waiting_for_a_new_engine_does_not_count_as_time_of_the_group(engines, tmp_path):
+    mortal = new_engine(1)
+    ray.get(mortal.reset.remote(delay_s=(600.0, 600.0)))
+    with streaming(tmp_path, [engines[0], mortal], settings(group_timeout_s=2.0)) as stream:
+        threading.Timer(1.0, ray.kill, [mortal]).start()
+        with pytest.raises(EngineError, match="engine 1 died"):
+            stream.take(0, last=False)
+        time.sleep(2.5)
+        stream.use(engines)
+        time.sleep(0.5)
+        stream.published(0)
+        groups, _ = stream.take(0, last=True)
+    assert ids(groups) == prompts_at(*range(PER_STEP))
+    assert not refusals(tmp_path)
+
+
+def test_slots_of_completions_that_ended_are_given_to_other_groups_while_their_own_group_still_runs(engines, tmp_path):
+    """Each engine has slots for two groups, and says that three of these four completions have ended."""
+    ray.get([engine.reset.remote(hangs=prompts_at(*range(8)), idle=3) for engine in engines])
+    with streaming(tmp_path, engines, settings(max_lag=2, slots=4)) as stream:
+        until(lambda: begun(engines) == 4)
+        until(lambda: begun(engines) > 4)
+        assert max(most for _, _, most in reports(engines)) > 4
+        stream.stop()
 
 
 @pytest.mark.parametrize(

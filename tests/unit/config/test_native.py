@@ -11,8 +11,8 @@ import pytest
 
 from moerl.config import native, rules
 from moerl.config.schema import Observe
-from moerl.convert.tiny import tiny_config, tiny_qwen3_config
-from moerl.models import ModelSpec, deepseek, qwen3
+from moerl.convert.tiny import tiny_config, tiny_deepseek_v2_config, tiny_glm4_config, tiny_qwen3_config
+from moerl.models import ModelSpec, deepseek, deepseek_v2, glm4, qwen3
 
 
 @pytest.fixture
@@ -76,7 +76,15 @@ def test_owned_keys_exist() -> None:
     assert native.OWNED_SGLANG.keys() <= native.sglang_fields()
 
 
-@pytest.mark.parametrize("spec", [deepseek.spec(tiny_config()), qwen3.spec(tiny_qwen3_config())], ids=lambda spec: spec.family)
+SPECS = [
+    deepseek.spec(tiny_config()),
+    deepseek_v2.spec(tiny_deepseek_v2_config()),
+    qwen3.spec(tiny_qwen3_config()),
+    glm4.spec(tiny_glm4_config()),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
 def test_all_that_the_model_decides_is_owned(spec: ModelSpec) -> None:
     assert spec.megatron.keys() | spec.megatron_model.keys() <= native.OWNED_MEGATRON.keys()
 

@@ -87,6 +87,27 @@ def test_sizes_that_factor(sizes: str) -> None:
         (["replay.reference=proximal", "objective.kl_coef=0.1"], "that pass chooses nothing"),
         (["megatron.moe_aux_loss_coeff=0.01"], "set replay.aux_loss to 'native' or 'replayed'"),
         (["replay.aux_loss=native"], "has no effect without a loss"),
+        (
+            [
+                "megatron.moe_router_fusion=true",
+                "replay.actor=off",
+                "diagnostics.mismatch_every_steps=0",
+                "diagnostics.capture_every_steps=5",
+            ],
+            "diagnostics.mismatch_every_steps and diagnostics.capture_every_steps 0",
+        ),
+        (
+            ["diagnostics.capture_every_steps=5", "diagnostics.capture_tokens=1023"],
+            "diagnostics.capture_tokens 1023 may not hold one whole sample",
+        ),
+        (
+            ["buffer.max_lag=1", "diagnostics.capture_every_steps=6", "diagnostics.mismatch_every_steps=4"],
+            "capture_every_steps 6 must be a multiple of diagnostics.mismatch_every_steps, which is 4",
+        ),
+        (
+            ["buffer.max_lag=1", "diagnostics.capture_every_steps=6", "diagnostics.mismatch_every_steps=0"],
+            "capture_every_steps 6 must be a multiple of diagnostics.mismatch_every_steps, which is 0",
+        ),
     ],
 )
 def test_broken_rule(settings: list[str], message: str) -> None:
@@ -115,6 +136,9 @@ def test_broken_rule(settings: list[str], message: str) -> None:
         ["replay.actor=proximal", "replay.reference=proximal", "objective.kl_coef=0.1"],
         ["replay.aux_loss=replayed", "megatron.moe_aux_loss_coeff=0.01", "megatron.moe_router_load_balancing_type=aux_loss"],
         ["replay.expert_bias=native", "train.expert_bias_update_rate=0.01"],
+        ["diagnostics.capture_every_steps=6", "diagnostics.mismatch_every_steps=4", "diagnostics.capture_tokens=1024"],
+        ["diagnostics.capture_every_steps=5", "diagnostics.mismatch_every_steps=0", "diagnostics.capture_tokens=0"],
+        ["buffer.max_lag=1", "diagnostics.capture_every_steps=8", "diagnostics.mismatch_every_steps=4"],
     ],
 )
 def test_kept_rule(settings: list[str]) -> None:
@@ -131,6 +155,7 @@ def test_kept_rule(settings: list[str]) -> None:
         (["train.expert_bias_update_rate=0.01"], "train.expert_bias_update_rate has no effect with replay.expert_bias = 'frozen'"),
         (["replay.reference=rollout"], "replay.reference has no effect with objective.kl_coef = 0.0"),
         (["diagnostics.mismatch_every_steps=0", "replay.evaluation=rollout"], "has no effect with diagnostics.mismatch_every_steps = 0"),
+        (["diagnostics.capture_tokens=2000"], "diagnostics.capture_tokens has no effect with diagnostics.capture_every_steps = 0"),
         (["diagnostics.evaluate=false", "diagnostics.evaluate_every_steps=5"], "has no effect with diagnostics.evaluate = false"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Windows of shards against slices put together with numpy, for every kind of weight of both families."""
+"""Windows of shards against slices put together with numpy, for every kind of weight of all families."""
 
 import numpy as np
 import pytest
@@ -15,16 +15,16 @@ from moerl.models.stages import pipeline_stages
 def weights(draw) -> tuple[Param, int]:
     """(kind of weight, parts that divide it)"""
     parts, cols, each = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    kind = draw(st.sampled_from(["vector", "row", "column", "gated", "vocabulary", "grouped"]))
+    kind = draw(st.sampled_from(["vector", "row", "column", "gated", "vocabulary", "grouped", "grouped bias"]))
     if kind == "vector":
         return Param("m", ("a",), (each * parts,), 0), parts
     if kind == "row":
         return Param("m", ("a",), (cols, each * parts), 1), parts
     if kind == "vocabulary":
         return Param("m", ("a",), (draw(st.integers(1, 20)), cols), 0, "once"), parts
-    if kind == "grouped":
+    if kind.startswith("grouped"):
         head, ratio = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-        shapes = tuple((each * parts * n * head, cols) for n in (ratio, 1, 1))
+        shapes = tuple((each * parts * n * head, cols)[: 1 if kind.endswith("bias") else 2] for n in (ratio, 1, 1))
         return Param("m", ("q", "k", "v"), shapes[0], 0, part_shapes=shapes, head_rows=head), parts
     names = ("gate", "up") if kind == "gated" else ("a",)
     return Param("m", names, (each * parts, cols), 0), parts
@@ -34,8 +34,8 @@ def naive(param: Param, tensors: list[np.ndarray], index: int, parts: int) -> np
     """Slice `index`, as Megatron lays it out."""
     if param.head_rows:
         groups = tensors[1].shape[0] // param.head_rows
-        fused = np.concatenate([tensor.reshape(groups, -1, tensor.shape[1]) for tensor in tensors], axis=1)
-        return np.split(fused, parts)[index].reshape(-1, tensors[0].shape[1])
+        fused = np.concatenate([tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors], axis=1)
+        return np.split(fused, parts)[index].reshape(-1, *tensors[0].shape[1:])
     if param.is_vocabulary:
         each = -(-tensors[0].shape[0] // parts)
         return tensors[0][index * each : (index + 1) * each]

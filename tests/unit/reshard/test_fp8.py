@@ -165,7 +165,7 @@ def test_zeros_stay_zero_and_have_a_finite_scale():
 )
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_block_is_quantised_by_itself(monkeypatch, shape, block, power_of_two, strip, seed):
-    monkeypatch.setattr(fp8, "_STRIP_ELEMENTS", strip)
+    monkeypatch.setattr("moerl.numerics.fp8._STRIP_ELEMENTS", strip)
     weight = torch.randn((2, *shape[1:]) if shape[0] else shape[1:], generator=torch.Generator().manual_seed(seed))
     values, scales = quantise_blocks(weight, block, power_of_two=power_of_two)
     assert scales.shape == (*weight.shape[:-2], ceil(shape[1] / block[0]), ceil(shape[2] / block[1]))

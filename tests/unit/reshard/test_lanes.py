@@ -95,7 +95,8 @@ def test_a_digest_sees_every_checksum_and_whose_it_is():
 
 def test_orders_survive_their_encoding():
     join = orders.Join("host", 1, "name", "gloo", 2, 3, [b"\x00\xff", b""], [0, 0, 1], "auto", 1.5)
-    for order in (orders.Describe(), orders.Close(), join, orders.Receive(3, None, 2.0), orders.Verify(), orders.Commit(4), orders.Leave()):
+    alone = (orders.Describe(), orders.Close(), orders.Verify(), orders.Commit(4), orders.Leave(), orders.Read(["a"]))
+    for order in (*alone, join, orders.Receive(3, None, 2.0)):
         assert orders.decode(orders.encode(order)) == order
 
 

@@ -44,7 +44,8 @@ def planned(spec, trainer, engine, *, bucket_bytes=1 << 20, ranks_per_node=8, no
 @SLOW
 def test_the_transfer_fills_every_engine_parameter_bit_for_bit(data):
     spec = data.draw(models())
-    trainer, engine = data.draw(trainers(spec)), data.draw(engines(spec))
+    trainer = data.draw(trainers(spec))
+    engine = data.draw(engines(spec, trainer))
     bucket_bytes = data.draw(st.sampled_from([256, 1000, 1 << 20]))
     plan = planned(spec, trainer, engine, bucket_bytes=bucket_bytes, ranks_per_node=data.draw(st.integers(1, 8)))
     tensors, stages = random_tensors(spec, engine.dtype), layer_stages(spec, trainer)
@@ -84,13 +85,14 @@ def test_the_result_equals_the_compatible_ways_layout(spec, tensors, engine_tens
 @SLOW
 def test_the_layouts_name_what_each_side_holds(data):
     spec = data.draw(models())
-    trainer, engine = data.draw(trainers(spec)), data.draw(engines(spec))
+    trainer = data.draw(trainers(spec))
+    engine = data.draw(engines(spec, trainer))
     tensors, stages = random_tensors(spec, engine.dtype), layer_stages(spec, trainer)
     for rank in range(trainer.world):
         held = trainer_rank(spec, tensors, trainer, rank, stages)
         assert expected_shards(spec, trainer, rank) == {name: array.shape for name, array in held.items()}
     names = {np.uint16: "bfloat16", np.uint32: "float32"}
-    for rank, parameters in enumerate(engine_parameters(kinds(spec), engine)):
+    for rank, parameters in enumerate(engine_parameters(kinds(spec, mtp=engine.draft), engine)):
         held = engine_rank(spec, tensors, engine, rank)
         assert {name: (p.shape, p.dtype) for name, p in parameters.items()} == {
             name: (array.shape, names[array.dtype.type]) for name, array in held.items()
@@ -302,3 +304,17 @@ def test_deepseek_v3_on_384_ranks_is_planned_in_closed_form():
     expert_blocks = 58 * 3 * 16 * 128  # layers × projections × EP ranks × engine ranks
     assert (plan.blocks["box"][:, 0, 1] - plan.blocks["box"][:, 0, 0] == 16).sum() == expert_blocks
     assert len(plan.encode()) < 64 << 20
+
+
+def test_engines_that_draft_need_a_trainer_that_holds_the_layer_for_it():
+    spec = deepseek_spec(num_nextn_predict_layers=1)
+    with pytest.raises(ReshardError, match="which the trainer does not hold"):
+        planned(spec, TrainerTopology(world=1), EngineTopology(draft=True))
+    with pytest.raises(ReshardError, match="the model has no layer for multi-token prediction"):
+        planned(deepseek_spec(), TrainerTopology(world=1, mtp=True), EngineTopology())
+    with_mtp, without = (planned(spec, TrainerTopology(world=1, mtp=True), EngineTopology(draft=draft)) for draft in (True, False))
+    own = sum(int(np.prod(entry.param.part_shape(part))) for entry in spec.mtp_entries() for part in range(len(entry.hf)))
+    assert with_mtp.minimum_bytes - without.minimum_bytes >= 2 * own
+    assert {kind.engine for kind in with_mtp.kinds} - {kind.engine for kind in without.kinds} == {
+        "draft." + param.engine for param in spec.mtp_params
+    }

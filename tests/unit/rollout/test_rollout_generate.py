@@ -234,6 +234,39 @@ def test_over_sampled_completions_are_aborted_when_enough_have_ended():
     assert paths.count("/generate") == 4, "what was aborted is not resumed"
 
 
+def test_a_call_that_is_told_that_it_is_enough_returns_at_once_with_what_it_has():
+    """One request carries all three; the first has ended, the others are cut off after 3 tokens and after none."""
+
+    async def go():
+        async with fake_engine() as engine, EngineClient(engine.url, 5, 60) as c:
+            aborted, enough = [], asyncio.Event()
+
+            async def generate(body):
+                while len(aborted) < 3:
+                    await asyncio.sleep(0.005)
+                tokens, (first, second, third) = body["input_ids"][0], body["rid"]
+                cut = partial(tokens, [10, 11, 12], seen=second), partial(tokens, [], seen=third, routes=False)
+                return [make_reply(tokens, [10, 2], rid=first), *cut]
+
+            async def abort(body):
+                aborted.append(body["rid"])
+                return {"success": True}
+
+            engine.handlers |= {"/generate": generate, "/abort_request": abort}
+            call = asyncio.create_task(generate_some(c, PROMPTS[0], ANY, indices=range(3), keep=3, rid="g", enough=enough))
+            await asyncio.sleep(0.05)
+            assert not call.done()
+            enough.set()
+            return await call, aborted, engine.paths()
+
+    outcome, aborted, paths = run(go())
+    assert [sample.index for sample in outcome.samples] == [0]
+    assert outcome.cut == {1: 3, 2: 0}
+    assert outcome.tokens == 2 + 3
+    assert aborted == ["g.0", "g.1", "g.2"]
+    assert paths.count("/generate") == 1, "nothing is resumed"
+
+
 def test_all_completions_of_a_group_travel_in_one_request_if_all_are_kept():
     async def go():
         async with fake_engine() as engine, EngineClient(engine.url, 5, 5) as c:

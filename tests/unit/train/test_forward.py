@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from moerl.config.schema import Config
-from moerl.convert.tiny import PAD, tiny_config, tiny_qwen3_config, write_tiny
+from moerl.convert.tiny import PAD, tiny_config, tiny_deepseek_v2_config, tiny_glm4_config, tiny_qwen3_config, write_tiny
 from moerl.errors import ConfigError, TrainError
 from moerl.models import qwen3
 from moerl.models.shard import windows
@@ -101,15 +101,22 @@ def gradient(model: list[torch.nn.Module]) -> torch.Tensor:
     return torch.cat([parameter.main_grad.flatten() for chunk in model for parameter in chunk.parameters()])
 
 
-SMALL = tiny_config(hidden=64, layers=4, experts=16, topk=4, groups=4, group_topk=2, expert_width=32, initializer_range=0.1)
-QWEN3 = tiny_qwen3_config(hidden=64, layers=4, experts=16, topk=4, heads=6, kv_heads=2, head_dim=16, expert_width=32, initializer_range=0.1)
+SMALL_SIZES: dict[str, Any] = {"hidden": 64, "layers": 4, "experts": 16, "expert_width": 32, "initializer_range": 0.1}
+GQA_SIZES: dict[str, Any] = SMALL_SIZES | {"topk": 4, "heads": 6, "kv_heads": 2, "head_dim": 16}
+SMALL = tiny_config(**SMALL_SIZES, topk=4, groups=4, group_topk=2)
+QWEN3 = tiny_qwen3_config(**GQA_SIZES)
 VARIANTS = {
     "yarn": SMALL | {"rope_scaling": YARN, "routed_scaling_factor": 2.5},
     "plain rope, uncompressed queries": SMALL | {"rope_scaling": None, "q_lora_rank": None},
+    "fewer experts than two per open group": tiny_config(**SMALL_SIZES, topk=3, groups=4, group_topk=3),
     "two dense layers, one group": SMALL | {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
     "qwen3": QWEN3 | {"rope_theta": 100.0},
     "qwen3, unnormalised scores, tied": QWEN3 | {"norm_topk_prob": False, "tie_word_embeddings": True},
     "qwen3, dense layers, a key-value head per head": QWEN3 | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "num_key_value_heads": 6},
+    "deepseek v2": tiny_deepseek_v2_config(**SMALL_SIZES, topk=6, groups=4, group_topk=3) | {"rope_scaling": YARN},
+    "deepseek v2 lite": tiny_deepseek_v2_config(**SMALL_SIZES, topk=6, groups=1, group_topk=1),
+    "glm4": tiny_glm4_config(**GQA_SIZES) | {"rope_theta": 100.0},
+    "glm4, no norms, no biases": tiny_glm4_config(**GQA_SIZES, qk_norm=False) | {"attention_bias": False, "num_key_value_heads": 6},
 }
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moerl.train.objective import averages, ess_by_lag
+from moerl.train.objective import averages, by_lag
 
 
 def test_sums_become_means_of_what_they_are_sums_of() -> None:
@@ -22,14 +22,15 @@ def test_a_step_in_which_everything_was_cut_has_no_ess() -> None:
     assert found == {"loss": 0.0, "correction_weight": 0.0}
 
 
-def test_ess_by_lag() -> None:
-    """Equal weights are worth their number; weights 1 and 3 are worth 4^2 / 10 of 2."""
+def test_by_lag() -> None:
+    """Equal weights are worth their number; weights 1 and 3 are worth 4^2 / 10 of 2. k3 of a weight w is w - 1 - log w."""
     gap = np.log([2.0, 1.0, 2.0, 3.0])
-    found = ess_by_lag(gap, np.array([0, 2, 0, 2], np.float32))
-    assert found == pytest.approx({"ess_lag0": 1.0, "token_share_lag0": 0.5, "ess_lag2": 0.8, "token_share_lag2": 0.5})
-    assert ess_by_lag(gap[:0], np.zeros(0, np.float32)) == {}
+    found = by_lag(gap, np.array([0, 2, 0, 2], np.float32))
+    fresh = {"ess_lag0": 1.0, "kl_lag0": 1 - np.log(2), "token_share_lag0": 0.5}
+    assert found == pytest.approx({**fresh, "ess_lag2": 0.8, "kl_lag2": (2 - np.log(3)) / 2, "token_share_lag2": 0.5})
+    assert by_lag(gap[:0], np.zeros(0, np.float32)) == {}
 
 
 def test_ess_of_extreme_weights_is_finite() -> None:
-    found = ess_by_lag(np.array([2000.0, -2000.0]), np.zeros(2, np.float32))
+    found = by_lag(np.array([500.0, -2000.0]), np.zeros(2, np.float32))
     assert found["ess_lag0"] == pytest.approx(0.5)

@@ -98,17 +98,14 @@ def experts(routing_map: torch.Tensor) -> np.ndarray:
 
 @torch.no_grad()
 def own_choice(router: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-
+    """DeepSeek-V3's rule: the groups with the best two experts are open, and the best experts of those are chosen."""
     config = router.config
-    return topk_routing_with_score_function(
-        router.gating(hidden).view(-1, config.num_moe_experts),
-        router.topk,
-        num_groups=config.moe_router_num_groups,
-        group_topk=config.moe_router_group_topk,
-        score_function=router.score_function,
-        expert_bias=router.expert_bias,
-    )[1]
+    scores = router.gating(hidden).view(-1, config.num_moe_experts).float().sigmoid() + router.expert_bias
+    grouped = scores.unflatten(1, (config.moe_router_num_groups, -1))
+    open_groups = grouped.topk(2, dim=-1)[0].sum(-1).topk(config.moe_router_group_topk, dim=-1)[1]
+    shut = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, open_groups, False)
+    chosen = grouped.masked_fill(shut[..., None], -torch.inf).flatten(1).topk(router.topk, dim=-1)[1]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
 
 
 def step(built: trainer.Trainer, parts: list[Part], monkeypatch: pytest.MonkeyPatch, number: int = 0) -> Seen:

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# 16 machines of 8 GPUs: the first 8 train, 8 run engines. On each: NODE_RANK=<n> MASTER_ADDR=<machine 0> bash recipes/qwen3_235b_128gpu.sh
+CONFIG=configs/qwen3_235b_128gpu.toml
+TRAINER_NODES=8
+source "$(dirname -- "${BASH_SOURCE[0]}")/cluster.sh"
