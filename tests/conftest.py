@@ -1,20 +1,25 @@
-"""Which tests run in the same worker where several run side by side: those that share engines or a run, and else those of a file."""
+"""Which tests run in the same worker where several run side by side (`--dist loadfile`): those that share engines or a run, else a file's."""
 
-from pathlib import Path
+from pathlib import PurePosixPath
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
-_SHARED = {"fleet": "engines", "start": "runs"}
-"""Fixture that starts something once for several files -> the group of the tests that use it."""
+_SHARED = {
+    "engines": ("test_interrupted_rollouts", "test_reshard_layouts", "test_sync", "test_sync_faults", "test_sync_running"),
+    "runs": ("test_asynchrony", "test_commands", "test_interruptions", "test_train"),
+}
+"""Files whose tests use the same engines (fixture `fleet`), or runs of the same command line (`start`)."""
 
-_SLOW = ("parallel", "system")
+_GROUPS = {name: group for group, names in _SHARED.items() for name in names}
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        folder, *_ = item.path.relative_to(here).parts
-        if folder in _SLOW:
-            shared = [group for fixture, group in _SHARED.items() if fixture in getattr(item, "fixturenames", ())]
-            item.add_marker(pytest.mark.xdist_group(shared[0] if shared else item.path.stem))
+class _Grouped(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        name = PurePosixPath(file).stem
+        return _GROUPS[name] if name in _GROUPS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    return _Grouped(config, log) if config.getvalue("dist") == "loadfile" else None

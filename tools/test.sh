@@ -51,7 +51,7 @@ if [[ -z $has_path ]]; then
     stage "import arrows" lint-imports --no-cache
     tests "unit tests" tests/unit -n "$workers" "$@"
     # Each of these starts processes of its own, of which two sets keep a small machine busy; what shares engines stays together.
-    tests "parallel and system tests" tests/parallel tests/system -n 2 --dist loadgroup "$@"
+    tests "parallel and system tests" tests/parallel tests/system -n 2 --dist loadfile "$@"
     tests "GPU tests" tests/gpu "$@"
 else
     tests "tests" "$@"
