@@ -1,4 +1,4 @@
-"""Which tests run in the same worker where several run side by side (`--dist loadfile`): those that share engines or a run, else a file's."""
+"""Which tests stay in one worker where several run side by side (`--dist loadfile`): those that share engines or a run, else a file's."""
 
 from pathlib import PurePosixPath
 
@@ -18,7 +18,7 @@ class _Grouped(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         name = PurePosixPath(file).stem
-        return _GROUPS[name] if name in _GROUPS else file
+        return _GROUPS.get(name, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:

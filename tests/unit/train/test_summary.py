@@ -61,7 +61,8 @@ def test_the_line_of_a_step_shows_lag_and_busy_shares_where_generation_runs_ahea
 
 def test_what_ran_beside_training_is_summed_up() -> None:
     steps = [
-        {"reward": 0.5, "response_tokens": 10, "time/rollout": 1.0, **BUSY, **WASTE, "sync_way": "direct", "alarms": 2, "alarm/kl": 1, "alarm/ess": 1},
+        {"reward": 0.5, "response_tokens": 10, "time/rollout": 1.0, **BUSY, **WASTE, "sync_way": "direct",
+         "alarms": 2, "alarm/kl": 1, "alarm/ess": 1},
         {"reward": 0.5, "response_tokens": 90, "time/rollout": 3.0, **BUSY, **WASTE, "buffer/engines_busy_share": 0.514,
          "buffer/lag_mean": 0.75, "buffer/lag_highest": 3.0, "sync_way": "compatible", "sync_changed_share": 0.5, "alarms": 0},
         {"reward": 0.5, "response_tokens": 10, "time/rollout": 0.0, **BUSY, **WASTE, "sync_way": "direct", "sync_changed_share": 0.25},
