@@ -32,7 +32,7 @@ def update(job: Job, options: dict[str, Any]) -> dict[str, Any]:
     objective = Objective(**options)
     built = replace(job.trainer, config=job.config.model_copy(update={"objective": objective}))
     with job.forced():
-        metrics = trainer._forward_backward(built, [with_policies(rows) for rows in job.local])
+        metrics = trainer._forward_backward(built, [with_policies(rows) for rows in job.local], None)
     return {f"metric/{name}": value for name, value in metrics.items()} | {f"grad/{name}": one for name, one in gradients(job).items()}
 
 
