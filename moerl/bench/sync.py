@@ -8,7 +8,8 @@ All processes are on this machine, on CPUs. The ways run in turns within each ro
 over the rounds of the ratios of their seconds. Seconds of a sync are those of its phase `transfer`: from the first byte packed until
 the engine has written and answered. The *transport alone* sends messages of the same sizes between as many ranks, already packed, and
 nobody checks or unpacks them: no sync over this transport can be faster. The *refit* is `megatron.core.resharding.swap_model_weights`,
-unchanged; see `sync_refit`. Shared memory, which `sync.transport = "auto"` takes within a machine, is measured after that, by itself.
+unchanged; see `sync_refit`. Then the same again over a wire that is slower than memory, as networks are; see `wire`. Shared memory, which
+`sync.transport = "auto"` takes within a machine, is measured after that, by itself.
 
 Then the trainer trains on random tokens, and pushes what changed (`sync.delta`). A weight of the engine changes when its float32 master
 moves across the middle between two neighbouring bfloat16 numbers, so the share depends on the size of a step (about the learning rate, less
@@ -31,6 +32,8 @@ import msgspec
 from moerl.errors import ReshardError
 
 RANKS = 2
+_OTHERS = {"compatible": "compatible", "refit": "mcore_refit", "transport": "raw_transport"}
+"""Ways beside direct, and what they are called in the result."""
 _TIMEOUT_S = 3000.0
 
 
@@ -40,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True):
     Attributes:
         bucket_mib: of all ways but Megatron's, which sends a message per parameter. Small, since the model is: some 28 buckets.
         rounds: beside the one that warms up.
+        wire_gbit_per_s: of the slow wire, into the engine; the trainer's ranks share it.
         warmup_steps, warmup_lr: of training before changes are counted.
         steps_per_lr: whose changes are counted.
     """
@@ -51,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True):
     initializer_range: float = 0.02
     bucket_mib: float = 8.0
     rounds: int = 7
+    wire_gbit_per_s: float = 10.0
     sequences: int = 8
     tokens_per_sequence: int = 64
     warmup_steps: int = 6
@@ -81,6 +86,8 @@ class Measured(msgspec.Struct, frozen=True):
         minimum_nbytes: of all engine parameters.
         sender_max_over_mean, buckets: of the plan.
         ways: direct, compatible, refit, transport: rounds side by side; shared_memory: rounds of its own.
+        paced: the same four over the slow wire.
+        wire_gbit_per_s: of that.
         load_average: of the machine before the measurement; a busy machine slows the ways down unequally.
     """
 
@@ -88,6 +95,8 @@ class Measured(msgspec.Struct, frozen=True):
     sender_max_over_mean: float
     buckets: int
     ways: dict[str, Timed]
+    paced: dict[str, Timed]
+    wire_gbit_per_s: float
     changes: list[Changed]
     load_average: float
 
@@ -96,7 +105,7 @@ def main(*, as_json: bool = False) -> int:
     """Measure and print the result."""
     measured = measure(Settings())
     found = figures(measured)
-    _print_tables(measured, found)
+    _print_tables(measured)
     if as_json:
         print(json.dumps(found))
     return 0
@@ -135,24 +144,25 @@ def figures(measured: Measured) -> dict[str, float]:
     Returns:
         bytes_ratio: bytes on the wire by the engine's own. sender_max_over_mean: bytes of the busiest sender by those of the mean one.
         changed_share: of elements that a training step changes at a learning rate of 1e-6. shared_memory_vs_gloo: of direct.
+        paced_vs_*: over the slow wire.
     """
     direct = measured.ways["direct"]
-
-    def ratio(name: str) -> float:
-        pairs = zip(measured.ways[name].seconds, direct.seconds, strict=True)
-        return statistics.median(other / mine for other, mine in pairs)
-
     shared = statistics.median(direct.seconds) / statistics.median(measured.ways["shared_memory"].seconds)
     rl = min(measured.changes, key=lambda change: abs(change.lr - 1e-6))
     return {
         "bytes_ratio": round(direct.wire_nbytes / measured.minimum_nbytes, 6),
-        "vs_compatible": round(ratio("compatible"), 3),
-        "vs_mcore_refit": round(ratio("refit"), 3),
-        "vs_raw_transport": round(ratio("transport"), 3),
+        **{f"vs_{title}": round(_ratio(measured.ways, name), 3) for name, title in _OTHERS.items()},
         "sender_max_over_mean": round(measured.sender_max_over_mean, 4),
         "changed_share": round(statistics.mean(rl.changed_share), 6),
         "shared_memory_vs_gloo": round(shared, 3),
+        **{f"paced_vs_{title}": round(_ratio(measured.paced, name), 3) for name, title in _OTHERS.items()},
     }
+
+
+def _ratio(ways: dict[str, Timed], name: str) -> float:
+    """Seconds of a way by those of direct in the same round, the median."""
+    pairs = zip(ways[name].seconds, ways["direct"].seconds, strict=True)
+    return statistics.median(other / mine for other, mine in pairs)
 
 
 def _torchrun(module: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -172,29 +182,35 @@ def _torchrun(module: str, *arguments: str) -> subprocess.CompletedProcess:
         raise ReshardError(f"the benchmark's ranks were not done after {_TIMEOUT_S:g} s:\n{said}") from error
 
 
-def _print_tables(measured: Measured, found: dict[str, float]) -> None:
+def _print_tables(measured: Measured) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, width=140)
     console.print(f"{measured.minimum_nbytes / 1e6:.0f} MB of bfloat16, {RANKS} trainer ranks (TP2·EP2) to 1 engine rank, on CPUs")
-    names = {
-        "direct": ("direct, over gloo", ""),
-        "shared_memory": ("direct, in shared memory", f"{1 / found['shared_memory_vs_gloo']:.2f}"),
-        "compatible": ("compatible, over gloo", f"{found['vs_compatible']:.2f}"),
-        "refit": ("Megatron's refit, to TP1·EP1, over gloo", f"{found['vs_mcore_refit']:.2f}"),
-        "transport": ("the transport alone, over gloo", f"{found['vs_raw_transport']:.2f}"),
+    titles = {
+        "direct": "direct",
+        "shared_memory": "direct, in shared memory",
+        "compatible": "compatible",
+        "refit": "Megatron's refit, to TP1·EP1",
+        "transport": "the transport alone",
     }
+    wires = {"gloo within the machine": measured.ways, f"gloo, {measured.wire_gbit_per_s:g} Gbit/s": measured.paced}
     table = Table(box=None, pad_edge=False)
     table.add_column("way")
     for head in ("MB on the wire", "s, median", "s, range", "GB/s", "s by direct's"):
         table.add_column(head, justify="right")
     engine_gb = measured.minimum_nbytes / 1e9
-    for name, (title, ratio) in names.items():
-        seconds = measured.ways[name].seconds
-        middle, spread = statistics.median(seconds), f"{min(seconds):.3f} to {max(seconds):.3f}"
-        sent = f"{measured.ways[name].wire_nbytes / 1e6:.1f}"
-        table.add_row(title, sent, f"{middle:.3f}", spread, f"{engine_gb / middle:.2f}", ratio)
+    for wire, ways in wires.items():
+        table.add_row(f"[bold]{wire}[/]")
+        for name, title in titles.items():
+            if name not in ways:
+                continue
+            seconds = ways[name].seconds
+            middle, spread = statistics.median(seconds), f"{min(seconds):.3f} to {max(seconds):.3f}"
+            ratio = _ratio(ways, name) if name in _OTHERS else middle / statistics.median(ways["direct"].seconds)
+            sent = f"{ways[name].wire_nbytes / 1e6:.1f}"
+            table.add_row(f"  {title}", sent, f"{middle:.3f}", spread, f"{engine_gb / middle:.2f}", f"{ratio:.2f}")
     console.print(table)
     console.print(
         f"{len(measured.ways['direct'].seconds)} rounds; GB/s count the engine's bytes once, however many travelled; "

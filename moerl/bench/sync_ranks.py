@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch.distributed as dist
 
-from moerl.bench import sync_peer
+from moerl.bench import sync_peer, wire
 from moerl.bench.sync import RANKS, Changed, Measured, Settings, Timed
 from moerl.bench.sync_link import ClientLink, connect
 from moerl.config.schema import Config, Sync
@@ -84,11 +84,20 @@ def measure(settings: Settings, folder: Path) -> Measured:
         link = stack.enter_context(connect([server], TIMEOUT_S)) if server is not None else None
         pushes = Pushes(config, built, link)
         stack.callback(pushes.close)
-        ways = side_by_side(settings, pushes, others)
+        ways, paced = side_by_side(settings, pushes, others)
         ways["shared_memory"] = alone(settings, pushes)
         changes = train(settings, config, built, pushes)
     summary = others.plan.summary()
-    return Measured(others.plan.minimum_bytes, summary.sender_max_over_mean, summary.buckets, ways, changes, load_average)
+    return Measured(
+        others.plan.minimum_bytes,
+        summary.sender_max_over_mean,
+        summary.buckets,
+        ways,
+        paced,
+        settings.wire_gbit_per_s,
+        changes,
+        load_average,
+    )
 
 
 def make_the_plan(config: Config, spec: ModelSpec) -> Plan:
@@ -203,8 +212,8 @@ class Others:
             self._peer.result()
 
 
-def side_by_side(settings: Settings, pushes: Pushes, others: Others) -> dict[str, Timed]:
-    """Rounds of the four ways over gloo, of which the first only warms up."""
+def side_by_side(settings: Settings, pushes: Pushes, others: Others) -> tuple[dict[str, Timed], dict[str, Timed]]:
+    """Rounds of the four ways over gloo, within the machine and over a slow wire; in each, the first round only warms up."""
     direct = pushes.open("direct", way="direct", transport="gloo")
     compatible = pushes.open("compatible", way="compatible")
     reports: dict[str, SyncReport] = {}
@@ -220,15 +229,23 @@ def side_by_side(settings: Settings, pushes: Pushes, others: Others) -> dict[str
         "transport": others.transport,
         "refit": others.refit,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(settings.rounds + 1):
-        for name, way in ways.items():
-            taken = way()
-            if number:
-                seconds[name].append(taken)
-        if not number:
-            others.check_refit()
-            refit_nbytes = others.refit_nbytes()
+
+    def measure() -> dict[str, list[float]]:
+        rounds = [{name: way() for name, way in ways.items()} for _ in range(settings.rounds)]
+        return {name: [taken[name] for taken in rounds] for name in ways}
+
+    def warm_up() -> None:
+        for way in ways.values():
+            way()
+
+    warm_up()
+    others.check_refit()
+    refit_nbytes = others.refit_nbytes()
+    seconds = measure()
+    wire.pace(int(settings.wire_gbit_per_s * 1e9 / 8 / RANKS))
+    warm_up()
+    paced = measure()
+    wire.pace(None)
     pushes.close("direct", "compatible")
     planned = others.plan.summary().nbytes
     if (sent := reports["direct"].moved.wire_nbytes) != planned:
@@ -240,7 +257,7 @@ def side_by_side(settings: Settings, pushes: Pushes, others: Others) -> dict[str
         "transport": planned,
         "refit": refit_nbytes,
     }
-    return {name: Timed(nbytes[name], seconds[name]) for name in ways}
+    return tuple({name: Timed(nbytes[name], found[name]) for name in ways} for found in (seconds, paced))
 
 
 def alone(settings: Settings, pushes: Pushes) -> Timed:
@@ -248,6 +265,8 @@ def alone(settings: Settings, pushes: Pushes) -> Timed:
     push = pushes.open("shared_memory", way="direct", transport="shared_memory")
     reports = [push() for _ in range(settings.rounds + 1)][1:]
     pushes.close("shared_memory")
+    if (kinds := {kind for report in reports for kind in report.moved.travelled}) != {"shared_memory"}:
+        raise ReshardError(f"bytes should travel in shared memory, but went by {' and '.join(sorted(kinds))}")
     return Timed(reports[0].moved.wire_nbytes, [report.seconds["transfer"] for report in reports])
 
 

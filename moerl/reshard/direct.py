@@ -6,8 +6,10 @@ Nothing is gathered: a plan, made once from both sides' layouts and checked agai
 and group live until an engine is replaced or a transfer fails.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,8 @@ from moerl.reshard.transport import LOST, Transport, open_transport
 if TYPE_CHECKING:
     from moerl.config.schema import Parallel, Sync
 
+logger = logging.getLogger(__name__)
+
 _NOT_SENT = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq", "freqs_cis")
 """Parts of names of engine tensors that follow from the configuration alone."""
 
@@ -51,6 +55,7 @@ class Moved:
         buckets: of all ranks.
         changed_share: of all elements, those that differ from the version before; None where that isn't known.
         received: (bytes on the wire, bytes of parameters) of each engine rank.
+        travelled: wire_nbytes by kind of transport; empty where the way has only one.
     """
 
     wire_nbytes: int
@@ -58,6 +63,7 @@ class Moved:
     buckets: int
     changed_share: float | None
     received: tuple[tuple[int, int], ...]
+    travelled: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -96,6 +102,7 @@ class Direct:
         self._session: _Session | None = None
         self._replies = None
         self._sent: list[Sent] = []
+        self._warned: set[str] = set()
 
     def prepare(self, shards: Sequence[Shard], deadline: Deadline) -> None:
         """Plan and join, unless a session is there that still fits. Touches no weight.
@@ -135,6 +142,7 @@ class Direct:
             raise
         received = crew.first(lambda: self._received(self._replies.wait(deadline)), deadline)
         self._check(received)
+        self._warn()
         session.held = version
         changed, units = (sum(getattr(sent, name) for sent in self._sent) for name in ("changed", "units"))
         return Moved(
@@ -143,7 +151,16 @@ class Direct:
             buckets=session.buckets,
             changed_share=changed / units if units else None,
             received=tuple((each.wire_nbytes, each.nbytes) for each in received),
+            travelled=sum((sent.travelled for sent in self._sent), Counter()),
         )
+
+    def _warn(self) -> None:
+        """Say, once, why weights take a slower transport than they could."""
+        reasons = {reason for sent in self._sent for reason in sent.fallbacks} - self._warned
+        self._warned |= reasons
+        if self._link is not None:
+            for reason in sorted(reasons):
+                logger.warning("weight sync takes a slower transport: %s", reason)
 
     def digest(self) -> str:
         """Of what was sent last."""

@@ -96,7 +96,7 @@ class Described(msgspec.Struct, frozen=True):
 
 class Description(msgspec.Struct, frozen=True):
     """Attributes:
-    node: name of the machine.
+    node: see `moerl.reshard.node`.
     parameters: of this rank, by name.
     """
 

@@ -12,7 +12,6 @@ the group, so that its peers' waits end at once.
 
 import base64
 import multiprocessing
-import socket
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 
 from moerl.reshard import orders
+from moerl.reshard.node import node_name
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _FENCE = "moerl_closed"
@@ -167,7 +167,7 @@ class Rank:
         for name, parameter in self._parameters().items():
             dtype = str(parameter.dtype).removeprefix("torch.")
             found[name] = orders.Described(tuple(parameter.shape), dtype if parameter.is_contiguous() else f"{dtype} (not contiguous)")
-        return orders.Description(orders.PROTOCOL, socket.gethostname(), found)
+        return orders.Description(orders.PROTOCOL, node_name(), found)
 
     def _join(self, order: orders.Join) -> None:
         from moerl.reshard import group

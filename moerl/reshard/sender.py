@@ -9,6 +9,7 @@ lossless, bucket by bucket in whatever form is smallest. Memory beyond the model
 copy and one bucket more.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,8 @@ class Sent:
         nbytes: of the full content.
         checksums: (receiver, step, checksum of the full content) of each bucket.
         changed, units: elements that changed since the version before, of all; both 0 where nothing is known of it.
+        travelled: wire_nbytes by kind of transport.
+        fallbacks: why some of them took a slower one than was possible.
     """
 
     wire_nbytes: int = 0
@@ -38,6 +41,8 @@ class Sent:
     checksums: list[tuple[int, int, int]] = field(default_factory=list)
     changed: int = 0
     units: int = 0
+    travelled: Counter[str] = field(default_factory=Counter)
+    fallbacks: tuple[str, ...] = ()
 
 
 class Sender:
@@ -65,7 +70,7 @@ class Sender:
             WaitTimeout, ReshardError: a receiver did not take its bucket in time, or is gone.
         """
         wire, full, changed, units, checksums = 0, 0, 0, 0, []
-        known = self._keeps and only_changes
+        known, before = self._keeps and only_changes, transport.sent_nbytes.copy()
         for number, lane in enumerate(self._lanes):
             room = transport.room(lane.peer, deadline)
             content = room[: lane.nbytes]
@@ -82,7 +87,7 @@ class Sender:
             if found:
                 changed, units = changed + found.changed, units + lane.nbytes // lane.unit
         transport.flush(deadline)
-        return Sent(wire, full, checksums, changed, units)
+        return Sent(wire, full, checksums, changed, units, transport.sent_nbytes - before, tuple(transport.fallbacks.values()))
 
     def _replace(self, number: int, lane: Lane, content: torch.Tensor, known: bool) -> delta.Delta | None:
         """Keep what is sent instead of what was; the difference, if the receiver knows what it is from."""

@@ -143,18 +143,22 @@ def expected_shards(spec: ModelSpec, topology: TrainerTopology, rank: int) -> di
     return found
 
 
+def shard_differences(expected: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """One sentence for each weight (Megatron name -> shape) that is missing, is too much, or has another shape than expected."""
+    wrong = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in held]
+    wrong += [f"{name} {list(held[name])} is not part of this rank's layout" for name in held if name not in expected]
+    return wrong + [
+        f"{name} is {list(held[name])}, expected {list(shape)}" for name, shape in expected.items() if name in held and held[name] != shape
+    ]
+
+
 def check_shards(expected: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]], rank: int) -> None:
     """Compare what trainer rank `rank` holds (Megatron name -> shape) with `expected_shards`.
 
     Raises:
         ReshardError: listing every difference.
     """
-    wrong = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in held]
-    wrong += [f"{name} {list(held[name])} is not part of this rank's layout" for name in held if name not in expected]
-    wrong += [
-        f"{name} is {list(held[name])}, expected {list(shape)}" for name, shape in expected.items() if name in held and held[name] != shape
-    ]
-    if wrong:
+    if wrong := shard_differences(expected, held):
         raise ReshardError(
             f"{len(wrong)} weights of trainer rank {rank} are not where the plan expects them; check that the topology it was made for "
             "(parallel sizes, pipeline stages, Transformer Engine or local layers) is the trainer's:\n"

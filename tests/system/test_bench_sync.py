@@ -26,6 +26,9 @@ def test_all_ways_are_measured_side_by_side() -> None:
     assert {name: len(way.seconds) for name, way in measured.ways.items()} == dict.fromkeys(
         ("direct", "compatible", "refit", "transport", "shared_memory"), 2
     )
+    assert {name: len(way.seconds) for name, way in measured.paced.items()} == dict.fromkeys(
+        ("direct", "compatible", "refit", "transport"), 2
+    )
     assert all(seconds > 0 for way in measured.ways.values() for seconds in way.seconds)
     nbytes = {name: way.wire_nbytes for name, way in measured.ways.items()}
     assert {nbytes["direct"], nbytes["shared_memory"], nbytes["transport"], nbytes["refit"]} == {measured.minimum_nbytes}

@@ -53,6 +53,7 @@ def test_after_a_push_the_engine_equals_one_that_loaded_the_weights_from_disk(fl
     assert same(answers, engine.answers)
     if way == "direct":
         assert report.moved.received == tuple((nbytes, nbytes) for nbytes in engine.parameter_nbytes)
+        assert report.moved.travelled == {transport: report.moved.wire_nbytes}
 
 
 @pytest.mark.parametrize(("way", "transport"), WAYS)

@@ -10,6 +10,7 @@ Invariants: buckets from one rank to another arrive in the order in which they w
 that names the peer; after an error the transport, and the group below it, are of no more use.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -33,11 +34,13 @@ class Transport(Protocol):
         name: "gloo", "nccl" or "shared_memory".
         device: where buckets live.
         fallbacks: why a slower way is taken than the transport's own: by peer, or under this rank's own number if to all.
+        sent_nbytes: that have left, by kind of transport: those to peers on this machine may be shared memory, others gloo.
     """
 
     name: str
     device: torch.device
     fallbacks: dict[int, str]
+    sent_nbytes: Counter[str]
 
     def room(self, peer: int, deadline: Deadline) -> torch.Tensor:
         """uint8[bucket_bytes] for the next bucket to rank `peer`; waits until what lay there before has left."""

@@ -14,7 +14,7 @@ A bucket leaves its sender only when its receiver expects it, so nothing piles u
 """
 
 import os
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +39,7 @@ class _Leaving:
 
     header: Sequence[int]
     nbytes: int
+    near: bool
     answer: wire.Posted
     content: wire.Posted
     head: wire.Posted
@@ -63,6 +64,7 @@ class GlooTransport:
         agree_on_size(group, bucket_bytes)
         self.name = "shared_memory" if near else "gloo"
         self.fallbacks: dict[int, str] = {}
+        self.sent_nbytes: Counter[str] = Counter()
         self._group, self._rank, self._near, self._bytes = group, rank, frozenset(near), bucket_bytes
         self._turns = Turns(rank, group.backend.size(), bucket_bytes)
         self._stride = -(-bucket_bytes // _PAGE) * _PAGE
@@ -127,6 +129,7 @@ class GlooTransport:
         return _Leaving(
             header=header,
             nbytes=nbytes,
+            near=bool(offer),
             answer=wire.receive(self._group, wire.words([0]), peer, _ANSWER_TAG, waiting_for),
             content=wire.send(self._group, content, peer, tag, waiting_for),
             head=wire.send(self._group, wire.words(words), peer, tag, waiting_for),
@@ -143,6 +146,7 @@ class GlooTransport:
             wire.finish(leaving.answer, deadline)
         wire.finish(leaving.content, deadline)
         wire.finish(leaving.head, deadline)
+        self.sent_nbytes["shared_memory" if leaving.near else "gloo"] += leaving.nbytes
         self._leaving[number] = None
 
     def _await(self, number: int, peer: int, tag: int) -> _Coming:

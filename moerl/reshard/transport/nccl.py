@@ -17,7 +17,7 @@ the others look while they wait. A rank that is killed cannot: its peers notice 
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class NcclTransport:
         _connect(group)
         # Torch ends the whole process when an operation takes longer than the group's timeout; deadlines are kept here.
         group.backend.set_timeout(_NEVER)
-        self.device, self.fallbacks = group.device, {}
+        self.device, self.fallbacks, self.sent_nbytes = group.device, {}, Counter()
         self._group, self._rank, self._bytes = group, rank, bucket_bytes
         self._turns = Turns(rank, group.backend.size(), bucket_bytes)
         self._wire = cuda.Stream(self.device)
@@ -91,6 +91,7 @@ class NcclTransport:
             if nbytes:
                 works.append(self._post(self._group.backend.send, self._room("out", number)[:nbytes], peer))
         self._leaving[number] = peer, works
+        self.sent_nbytes["nccl"] += nbytes
 
     def flush(self, deadline: Deadline) -> None:
         for number in self._turns.oldest():

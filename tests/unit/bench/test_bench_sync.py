@@ -1,7 +1,9 @@
 """The weight-sync benchmark's own parts: what it makes of seconds, what it sends, what Megatron's planner is shown, its output."""
 
 import json
+import socket
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import torch
 
 from moerl import cli
 from moerl.bench import sync as bench
+from moerl.bench import wire
 from moerl.bench.sync_link import connect
 from moerl.bench.sync_peer import Bucket, receive, send
 from moerl.bench.sync_ranks import config_of, make_the_plan
@@ -31,6 +34,13 @@ MEASURED = bench.Measured(
         "transport": bench.Timed(1000, [0.5, 1.6, 3.6]),
         "shared_memory": bench.Timed(1000, [1.0, 1.0, 8.0]),
     },
+    paced={
+        "direct": bench.Timed(1000, [2.0, 2.0, 2.0]),
+        "compatible": bench.Timed(1500, [3.0, 3.0, 4.0]),
+        "refit": bench.Timed(1000, [2.5, 2.5, 2.5]),
+        "transport": bench.Timed(1000, [1.8, 1.9, 2.2]),
+    },
+    wire_gbit_per_s=10.0,
     changes=[bench.Changed(1e-7, [0.001], [0.003]), bench.Changed(1e-6, [0.01, 0.03], [0.03, 0.09]), bench.Changed(1e-4, [0.5], [0.6])],
     load_average=0.5,
 )
@@ -45,6 +55,9 @@ def test_ratios_are_medians_over_the_rounds_and_above_one_where_direct_is_faster
         "sender_max_over_mean": 1.25,
         "changed_share": 0.02,
         "shared_memory_vs_gloo": 2.0,
+        "paced_vs_compatible": 1.5,
+        "paced_vs_mcore_refit": 1.25,
+        "paced_vs_raw_transport": 0.95,
     }
 
 
@@ -118,6 +131,28 @@ def test_the_model_that_is_shown_holds_the_live_tensors() -> None:
     assert parameter is expert["linear_fc1"].weight
     assert [name for name, _ in shown.named_modules()] == [name for name, _ in model.named_modules()]
     assert (shown.config, shown.pg_collection) == (model.config, model.pg_collection)
+
+
+def test_a_paced_connection_is_as_slow_as_it_should_be_until_it_is_not_paced_any_more() -> None:
+    nbytes, rate = 8 << 20, 8 << 20
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        server.accept()[0] as other,
+    ):
+        assert wire.pace(rate) >= 2
+        assert _seconds(ours, other, nbytes) > 0.8 * nbytes / rate
+        assert wire.pace(None) >= 2
+        assert _seconds(ours, other, nbytes) < 0.8 * nbytes / rate
+
+
+def _seconds(ours: socket.socket, other: socket.socket, nbytes: int) -> float:
+    taker = threading.Thread(target=lambda: other.recv(nbytes, socket.MSG_WAITALL), daemon=True)
+    taker.start()
+    start = time.monotonic()
+    ours.sendall(bytes(nbytes))
+    taker.join(30)
+    return time.monotonic() - start
 
 
 def test_an_engine_that_is_gone_is_an_error_of_the_link() -> None:

@@ -54,7 +54,8 @@ class TestContent:
     @given(sizes=st.lists(st.integers(0, SIZE) | st.just(SIZE), min_size=1, max_size=40))
     def test_buckets_of_all_sizes_arrive_exactly(self, two: Setting, sizes: list[int]) -> None:
         buckets = [Bucket(0, 1, nbytes) for nbytes in sizes]
-        check(run(two, ranks.exchange, buckets), buckets)
+        sender, receiver = check(run(two, ranks.exchange, buckets), buckets)
+        assert (sender["sent"], receiver["sent"]) == ({two.kind: sum(sizes)}, {})
 
     @pytest.mark.parametrize("fan", ["in", "out"])
     def test_three_to_one_and_one_to_three(self, four: Setting, fan: str) -> None:
@@ -120,6 +121,10 @@ class TestFallbacks:
         assert list(blind["fallbacks"]) == [0]
         assert "cannot map the memory of rank 0" in blind["fallbacks"][0]
         assert sighted["fallbacks"] == {}
+        assert sender["sent"] == {
+            "gloo": sum(bucket.nbytes for bucket in buckets if bucket.receiver == 2),
+            "shared_memory": sum(bucket.nbytes for bucket in buckets if bucket.receiver == 3),
+        }
         assert "memfd" not in blind["maps"].replace(_own_shelf(blind["maps"]), "")
 
     def test_a_sender_without_shared_memory_says_so(self) -> None:

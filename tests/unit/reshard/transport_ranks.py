@@ -143,8 +143,8 @@ def exchange(transport: Transport, rank: int, setting: Setting, buckets: Sequenc
     """Send or receive this rank's part of `buckets`, in their order.
 
     Returns:
-        found: (number, whether content and header are right) of what was received, in order; addresses of rooms; fallbacks; this
-        process's maps.
+        found: (number, whether content and header are right) of what was received, in order; addresses of rooms; fallbacks; bytes
+        sent by kind of transport; this process's maps.
     """
     deadline, found, places = Deadline("test", setting.timeout_s), [], set()
     for number, bucket in enumerate(buckets):
@@ -170,7 +170,8 @@ def exchange(transport: Transport, rank: int, setting: Setting, buckets: Sequenc
             transport.expect(mine[turn + 2][1].sender)
     if close:
         transport.close()
-    return {"found": found, "places": places, "fallbacks": transport.fallbacks, "maps": Path("/proc/self/maps").read_text()}
+    maps = Path("/proc/self/maps").read_text()
+    return {"found": found, "places": places, "fallbacks": transport.fallbacks, "sent": dict(transport.sent_nbytes), "maps": maps}
 
 
 def exchange_without(transport: Transport, rank: int, setting: Setting, buckets: Sequence[Bucket], blind: int) -> dict[str, Any]:
