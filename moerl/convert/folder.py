@@ -111,17 +111,27 @@ def read_rows(stored: Stored, first: int, last: int, out: torch.Tensor) -> None:
     at, wanted = stored.offset + first * stored.row_bytes, (last - first) * stored.row_bytes
     if prod(out.shape) * out.element_size() != wanted:
         raise ValueError(f"rows {first}:{last} have {wanted} bytes, the buffer has {prod(out.shape) * out.element_size()}")
-    view = memoryview(out.flatten().view(torch.uint8).numpy())
     file = os.open(stored.path, os.O_RDONLY)
     try:
-        done = 0
-        while done < wanted:
-            count = os.preadv(file, [view[done:]], at + done)
-            if not count:
-                raise ModelError(f"{stored.path} ends at byte {at + done}, in the middle of a tensor; it was changed meanwhile")
-            done += count
+        fill(file, at, out)
+    except EOFError as error:
+        raise ModelError(f"{stored.path} {error}, in the middle of a tensor; it was changed meanwhile") from error
     finally:
         os.close(file)
+
+
+def fill(file: int, at: int, out: torch.Tensor) -> None:
+    """Fill a contiguous tensor with the bytes of an open file from `at` on.
+
+    Raises:
+        EOFError: there are not that many.
+    """
+    view, done = memoryview(out.flatten().view(torch.uint8).numpy()), 0
+    while done < len(view):
+        count = os.preadv(file, [view[done:]], at + done)
+        if not count:
+            raise EOFError(f"ends at byte {at + done}")
+        done += count
 
 
 def some(names: list[str]) -> str:

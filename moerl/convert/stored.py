@@ -3,7 +3,7 @@
     checkpoint --open_checkpoint--> Checkpoint --read_box--> a box, put together from the chunks that overlap it
 
 Any layout of chunks will do, so checkpoints of trainers are read like converted ones. Where a box is a chunk, as in converted ones, it is
-the tensor that `torch.load` made; torch's own `FileSystemReader.read_data` would copy it once more. Megatron is not imported.
+the tensor as it was read; torch's own `FileSystemReader.read_data` would copy it twice more. Megatron is not imported.
 """
 
 import json
@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import _create_file_view
 
+from moerl.convert.saved import load_tensor
 from moerl.errors import CheckpointError
 
 _TRAINING = ("optimizer", "chained_", "rng", "opt_param_scheduler")
@@ -97,8 +97,7 @@ def _load(checkpoint: Checkpoint, key: str, offset: torch.Size) -> torch.Tensor:
     place = checkpoint.metadata.storage_data[MetadataIndex(key, offset)]
     path = checkpoint.folder / place.relative_path
     try:
-        with path.open("rb", buffering=0) as file:
-            return torch.load(_create_file_view(file, place.offset, place.length), map_location="cpu", weights_only=True)
+        return load_tensor(path, place.offset, place.length)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{path}: {key} at {list(offset)} cannot be read: {error}") from error
 

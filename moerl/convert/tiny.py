@@ -198,6 +198,10 @@ def tiny_qwen3_config(
     }
 
 
+FAMILIES = {"deepseek": tiny_config, "deepseek_v2": tiny_deepseek_v2_config, "qwen3": tiny_qwen3_config, "glm4": tiny_glm4_config}
+"""What makes the `config.json` of a tiny model of each family."""
+
+
 def _common(initializer_range: float) -> dict[str, Any]:
     return {
         "initializer_range": initializer_range,

@@ -95,9 +95,13 @@ def _starved_trainer(metrics: Metrics, config: Config) -> Iterator[tuple[str, st
 
 
 def _paced_engines(metrics: Metrics, config: Config) -> Iterator[tuple[str, str]]:
-    """Engines have free slots because nothing more may be admitted, though not because the trainer has yet to get its groups."""
+    """Engines have free slots because nothing more may be admitted, though not because the trainer has yet to get its groups.
+
+    With a single engine and a busy trainer there is nothing that could be moved from one to the other.
+    """
     max_lag, paced = config.buffer.max_lag, metrics["buffer/engines_paced_share"]
-    if max_lag and paced > MOST and _rollout_share(metrics) <= MOST:
+    movable = config.engine.count > 1 or metrics["buffer/trainer_busy_share"] <= MOST
+    if max_lag and paced > MOST and _rollout_share(metrics) <= MOST and movable:
         limits = "buffer.max_lag" if config.buffer.capacity_groups is None else "buffer.capacity_groups or buffer.max_lag"
         yield (
             "engines_paced",
