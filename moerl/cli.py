@@ -113,8 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(word in ("-h", "--help") for word in rest):
         print(f"moerl {name} {COMMANDS[name].usage}\n\n{COMMANDS[name].about}\n\n{OPTIONS}", end="")
         return 0
+    return guarded(_target(COMMANDS[name], rest), rest)
+
+
+def guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
+    """Run a command; the exit status, also of what it raises on purpose."""
     try:
-        return _target(COMMANDS[name], rest)(rest)
+        return command(words)
     except ConfigError as error:
         return _complain(str(error), 2)
     except MoerlError as error:

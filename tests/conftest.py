@@ -1,9 +1,16 @@
-"""Which tests stay in one worker where several run side by side (`--dist loadfile`): those that share engines or a run, else a file's."""
+"""For all tests: those that share engines or a run stay in one worker where several run side by side (`--dist loadfile`), else a file's.
+
+No property test fails because an example took long: what is slow is measured by `moerl bench`, on a machine that does nothing else.
+"""
 
 from pathlib import PurePosixPath
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 _SHARED = {
     "engines": ("test_interrupted_rollouts", "test_reshard_layouts", "test_sync", "test_sync_faults", "test_sync_running"),

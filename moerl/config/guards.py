@@ -34,6 +34,20 @@ GUARDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Option -> (whether a value defeats replay, what must hold and why)."""
 
 
+MTP_GUARDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "overlap_moe_expert_parallel_comm": (
+        bool,
+        "must be false: its schedule would run the layer as one more of the decoder's, and let its loss into those",
+    ),
+}
+"""Option -> (whether a value defeats a layer for multi-token prediction of the trainer's, what must hold and why)."""
+
+
+def mtp_problems(options: Mapping[str, Any]) -> list[str]:
+    """`option: sentence` for each of `options` with which the trainer's layer for multi-token prediction doesn't go together."""
+    return [f"{name} {why}" for name, (defeats, why) in MTP_GUARDS.items() if name in options and defeats(options[name])]
+
+
 def replay_problems(options: Mapping[str, Any]) -> list[str]:
     """`option: sentence` for each of `options` that would make Megatron ignore or bend forced routes."""
     return [f"{name} {why}" for name, (defeats, why) in GUARDS.items() if name in options and defeats(options[name])]

@@ -41,13 +41,14 @@ class Source:
     tree: Tree
 
 
-def load_config(argv: list[str], *, world: int | None = None) -> Config:
+def load_config(argv: list[str], *, world: int | None = None, started: int | None = None) -> Config:
     """Read `@ file.toml` and `--section.key value` arguments into a checked config.
 
     Args:
         argv: `@ file`, `@file`, `--section.key value` and `--section.key=value`, in any order; later ones win, and the
             command line's settings win over files.
-        world: number of trainer ranks; `parallel.nproc_per_node` where None.
+        world: number of trainer ranks; `parallel.nodes` x `parallel.nproc_per_node` where None.
+        started: number of trainer ranks that a launcher has started, which must be as many as the settings say.
 
     Raises:
         ConfigError: with every violation found.
@@ -67,7 +68,7 @@ def load_config(argv: list[str], *, world: int | None = None) -> Config:
         config = _without(tree, details)
     if config is not None:
         given = {path: index for index, (part, _) in enumerate(known) for path, _ in leaves(part)}
-        violations += rule_problems(config, given, wrong, world)
+        violations += rule_problems(config, given, wrong, world, started)
         violations += megatron_problems(config.megatron) + sglang_problems(config.sglang) + sink_problems(config.observe)
     if violations:
         raise ConfigError(violations)

@@ -67,7 +67,7 @@ OWNED_MEGATRON = {
     "params_dtype": "set train.dtype",
     "pipeline_dtype": "set train.dtype",
     "moe_enable_routing_replay": "set replay.actor",
-    "mtp_num_layers": "the trainer builds no multi-token-prediction layers",
+    "mtp_num_layers": "set train.mtp",
     "moe_router_bias_update_rate": "set train.expert_bias_update_rate",
     "calculate_per_token_loss": _BY_OBJECTIVE,
 }

@@ -8,12 +8,12 @@ import difflib
 import re
 import string
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moerl.config.guards import replay_problems
+from moerl.config.guards import mtp_problems, replay_problems
+from moerl.config.rule import Check, Problem
+from moerl.config.rules_parallel import launched, parallel_sizes, waits
 from moerl.config.schema import Config
 
 if TYPE_CHECKING:
@@ -27,39 +27,18 @@ MASK_TOKENS = 4096
 """SGLang's own `sampling_mask_max_tokens`: how many kept tokens of a position it reports at most."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """What a rule sees.
-
-    Attributes:
-        given: dotted path -> index of the last source that set it; absent where the default counts.
-        world: trainer ranks.
-    """
-
-    config: Config
-    given: dict[str, int]
-    world: int
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Attributes:
-    reads: dotted paths of the settings that the rule compared.
-    """
-
-    reads: tuple[str, ...]
-    text: str
-
-
-def rule_problems(config: Config, given: dict[str, int], wrong: set[str], world: int | None = None) -> list[str]:
+def rule_problems(
+    config: Config, given: dict[str, int], wrong: set[str], world: int | None = None, started: int | None = None
+) -> list[str]:
     """All cross-field violations as sentences.
 
     Args:
         given: dotted path -> index of the source that set it last.
         wrong: dotted paths whose own value is invalid.
-        world: number of trainer ranks; `parallel.nproc_per_node` where None.
+        world: number of trainer ranks; `parallel.nodes` x `parallel.nproc_per_node` where None.
+        started: number of trainer ranks that a launcher has started; None where none has.
     """
-    check = Check(config, given, world or config.parallel.nproc_per_node)
+    check = Check(config, given, world or config.parallel.world, started)
     return [problem.text for rule in RULES for problem in rule(check) if wrong.isdisjoint(problem.reads)]
 
 
@@ -81,28 +60,16 @@ def model_problems(config: Config, spec: "ModelSpec") -> list[str]:
             f"model.megatron_checkpoint: {checkpoint} is no Megatron distributed checkpoint, it has no metadata.json; make one with "
             f"`moerl convert hf-to-megatron {config.model.path} {checkpoint}`, or leave the setting out"
         )
+    if config.train.builds_mtp and not spec.mtp_layers:
+        problems.append(
+            f"train.mtp: {config.train.mtp!r} asks for a layer for multi-token prediction, but {config.model.path}/config.json announces "
+            "none; leave the setting out, or choose a checkpoint that has one"
+        )
     heads = hf["num_attention_heads"]
     for name, size in (("parallel.tp", parallel.tp), ("engine.tp", config.engine.tp)):
         if heads % size:
             problems.append(f"{name}: the model's {heads} attention heads cannot be split over {size} ranks; choose a divisor")
     return problems
-
-
-def parallel_sizes(check: Check) -> Iterator[Problem]:
-    sizes = check.config.parallel
-    for names in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
-        values = [getattr(sizes, name) for name in names]
-        if check.world % prod(values):
-            factors = " x ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
-            yield Problem(
-                ("parallel.nproc_per_node", *(f"parallel.{name}" for name in names)),
-                f"parallel: {check.world} trainer ranks cannot be split into groups of {factors} = {prod(values)}; "
-                "the number of ranks must be a multiple of that product (set parallel.nproc_per_node, or smaller sizes)",
-            )
-    if sizes.vpp > 1 and sizes.pp == 1:
-        yield Problem(
-            ("parallel.vpp", "parallel.pp"), f"parallel.vpp {sizes.vpp} needs pipeline stages: set parallel.pp above 1, or vpp to 1"
-        )
 
 
 def sampling(check: Check) -> Iterator[Problem]:
@@ -269,24 +236,6 @@ def buffering(check: Check) -> Iterator[Problem]:
         )
 
 
-def waits(check: Check) -> Iterator[Problem]:
-    """Trainer ranks wait in a collective while rank 0 generates, and restarts an engine if it must."""
-    config, attempts = check.config, len(check.config.sync.ladder)
-    parts = {
-        "rollout.request_timeout_s": config.rollout.request_timeout_s,
-        "engine.start_timeout_s": config.engine.start_timeout_s,
-        "sync.timeout_s": config.sync.timeout_s,
-    }
-    total = sum(parts.values()) + (attempts - 1) * config.sync.timeout_s
-    if check.world > 1 and config.parallel.timeout_s <= total:
-        shown = " + ".join(f"{name} {value:g}" for name, value in parts.items()) + (f" x {attempts} attempts" if attempts > 1 else "")
-        yield Problem(
-            ("parallel.timeout_s", *parts),
-            f"parallel.timeout_s {config.parallel.timeout_s:g} would end the other ranks' wait while rank 0 may still be busy: it must be "
-            f"more than {shown} = {total:g}",
-        )
-
-
 def capturing(check: Check) -> Iterator[Problem]:
     """With a lag a capture is made where the weights that sampled are put back, which is when mismatch is measured."""
     config = check.config
@@ -326,6 +275,16 @@ def replay_guards(check: Check) -> Iterator[Problem]:
             (f"megatron.{sentence.split()[0]}", *reads),
             f"megatron.{sentence} (or let no pass replay or count routes: replay.actor and replay.reference 'off', replay.expert_bias and "
             "replay.aux_loss 'frozen', diagnostics.mismatch_every_steps and diagnostics.capture_every_steps 0)",
+        )
+
+
+def multi_token_prediction(check: Check) -> Iterator[Problem]:
+    """Native options under which a layer for multi-token prediction would be run otherwise than by us."""
+    config = check.config
+    for sentence in mtp_problems(config.megatron) if config.train.builds_mtp else ():
+        yield Problem(
+            (f"megatron.{sentence.split()[0]}", "train.mtp"),
+            f"megatron.{sentence} (or leave train.mtp out, which passes the layer through)",
         )
 
 
@@ -374,6 +333,7 @@ SILENT = (
     ("objective.icepop_high", "objective.correction", lambda config: config.objective.correction == "icepop"),
     ("task.path", "task.kind", lambda config: config.task.kind == "jsonl"),
     ("task.name", "task.kind", lambda config: config.task.kind == "reasoning_gym"),
+    ("train.mtp_loss_weight", "train.mtp", lambda config: config.train.mtp == "trained"),
     ("train.expert_bias_update_rate", "replay.expert_bias", lambda config: config.replay.expert_bias != "frozen"),
     ("buffer.policy", "buffer.max_lag", lambda config: config.buffer.max_lag > 0),
     ("buffer.max_resamples_per_step", "buffer.dynamic_sampling", lambda config: config.buffer.dynamic_sampling),
@@ -416,6 +376,7 @@ def _template_fields(template: str) -> list[tuple[str, str | None, str | None, s
 
 
 RULES: tuple[Callable[[Check], Iterator[Problem]], ...] = (
+    launched,
     parallel_sizes,
     sampling,
     truncation,
@@ -428,6 +389,7 @@ RULES: tuple[Callable[[Check], Iterator[Problem]], ...] = (
     capturing,
     evaluation,
     replay_guards,
+    multi_token_prediction,
     replay_modes,
     balancing,
     silent_settings,

@@ -130,6 +130,18 @@ class Train(Section):
     """Step of the router's correction bias, where `replay.expert_bias` lets it move."""
     fp32_head: bool = True
     """Compute the language-model head in float32."""
+    mtp: Literal["passed_through", "frozen", "trained"] = "passed_through"
+    """What becomes of the checkpoint's layer for multi-token prediction. passed_through: the trainer builds none, and its export has the
+    layer as it came. frozen: it is built, never run, and stays as it is in checkpoints, exports and what engines are sent. trained: as
+    frozen, but it learns from the rollouts to predict the token after next, on hidden states to which its loss passes no gradient."""
+    mtp_loss_weight: Annotated[float, Field(gt=0)] = 0.1
+    """Weight of that loss, a mean over the tokens predicted. Its weights have no other loss and a `grad_clip` of their own, so with Adam it
+    decides little more than when they are clipped."""
+
+    @property
+    def builds_mtp(self) -> bool:
+        """Whether the trainer has a layer for multi-token prediction."""
+        return self.mtp != "passed_through"
 
 
 class Replay(Section):
@@ -173,10 +185,17 @@ class Parallel(Section):
     cp: Positive = 1
     ep: Positive = 1
     etp: Positive = 1
+    nodes: Positive = 1
+    """Machines that train. `moerl train` starts the ranks of one; several are started by torchrun, on each machine."""
     nproc_per_node: Positive = 1
-    """Ranks that `moerl train` starts on this machine. Under torchrun the launcher's world size counts instead."""
+    """Trainer ranks on each of them."""
     timeout_s: Seconds = 1800.0
     """Deadline of a collective (the ranks wait in one while rank 0 generates), and of every phase of a step."""
+
+    @property
+    def world(self) -> int:
+        """Trainer ranks."""
+        return self.nodes * self.nproc_per_node
 
 
 class Objective(Section):

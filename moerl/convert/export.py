@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,12 +16,19 @@ _COPIED = ("tokenizer", "special_tokens", "generation_config", "chat_template", 
 
 
 def write_folder(
-    folder: Path, source: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, dtype: torch.dtype, shard_bytes: int = 4 << 30
+    folder: Path,
+    source: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int = 4 << 30,
+    config: dict[str, Any] | None = None,
 ) -> Path:
     """Write `tensors` (HF names) into `folder`, with config and tokenizer taken from `source`.
 
     Args:
         dtype: what config.json declares; tensors are written as they come.
+        config: takes the place of the one in `source`.
         shard_bytes: a file is closed before it would exceed this.
 
     Returns:
@@ -42,7 +50,7 @@ def write_folder(
         total += tensor.nbytes
     save_file(pending, writing / f"part-{part}", metadata={"format": "pt"})
     _name_parts(writing, where, part + 1, total)
-    config = json.loads((source / "config.json").read_text())
+    config = dict(json.loads((source / "config.json").read_text()) if config is None else config)
     config.pop("dtype", None)
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (writing / "config.json").write_text(json.dumps(config, indent=2))

@@ -27,6 +27,8 @@ import xxhash
 from moerl.errors import CheckpointError, MoerlError
 
 _READ_BYTES = 1 << 22
+_WRITE_BYTES = 1 << 18
+"""So few that they are still in a core's cache when the second of checksum and file gets them."""
 _SPARE_BYTES = 64 << 20
 """Left free on the disk, for metadata and for others."""
 
@@ -47,7 +49,7 @@ class Output:
         total = len(view)
         try:
             while len(view):
-                part = view[:_READ_BYTES]
+                part = view[:_WRITE_BYTES]
                 count = self._file.write(part)
                 self._digest.update(part[:count])
                 view = view[count:]

@@ -3,7 +3,7 @@
     open_checkpoint, the HF config --plan--> files of Target --jobs.run--> model-*.safetensors --finish--> index, config, tokenizer
 
 A target is one HF tensor: a part of a weight, a copy of one, or a quantised weight with its scales behind it. Files are written from
-their first byte to their last, rows as they are read. Each worker holds one chunk of the checkpoint at a time, and all parts of a
+their first byte to their last, rows as they are read: some at a time, or at most one chunk of the checkpoint, and all parts of a
 grouped-query attention.
 """
 
@@ -26,7 +26,7 @@ from moerl.convert.jobs import Job, Output, Written
 from moerl.convert.layout import BLOCK_ROWS, chunks, extra_state, global_shape, keys
 from moerl.convert.limits import Limits
 from moerl.convert.quantised import weight_block
-from moerl.convert.stored import Checkpoint, open_checkpoint, read_box
+from moerl.convert.stored import Checkpoint, can_be_cut, open_checkpoint, read_box
 from moerl.convert.survey import Mtp
 from moerl.errors import CheckpointError
 from moerl.models import Entry, ModelSpec
@@ -35,6 +35,8 @@ from moerl.numerics.fp8 import Block, quantise_blocks
 Format = Literal["keep", "bfloat16", "float32", "fp8"]
 _STRIP_ELEMENTS = 1 << 22
 """Elements that are quantised together, roughly."""
+_READ_ELEMENTS = 1 << 19
+"""Elements that are read together, roughly: few enough to be still in a core's cache when they are written."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +268,10 @@ def _write(planned: Plan, held: Sequence[Target], output: Output) -> None:
 
 
 def _rows(planned: Plan, target: Target) -> Iterator[torch.Tensor]:
-    """The rows of a target in order, some at a time; at least as many as one chunk of the checkpoint holds."""
-    limit = max(planned.limits.chunk_elements, planned.checkpoint.largest[target.key])
+    """The rows of a target in order, some at a time: few, or at least as many as one chunk of the checkpoint holds if that must be."""
+    limit = min(planned.limits.chunk_elements, _READ_ELEMENTS)
+    if not can_be_cut(planned.checkpoint, target.key, target.entry.expert or 0):
+        limit = max(planned.limits.chunk_elements, planned.checkpoint.largest[target.key])
     for chunk in chunks(target.entry, planned.spec, limit):
         if chunk.pieces[0].name == target.entry.hf[target.part]:
             yield read_box(planned.checkpoint, target.key, chunk.offset, chunk.sizes).view(chunk.held)

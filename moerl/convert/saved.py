@@ -1,4 +1,4 @@
-"""One tensor that `torch.save` wrote, somewhere within a file, read straight into its memory.
+"""One tensor that `torch.save` wrote, somewhere within a file, or a part of it, read straight into memory.
 
 `torch.load` of a part of a file copies twice and computes a checksum, which takes longer than reading. What it would return follows from
 the few bytes that describe the tensor, unless that is something unusual; then `torch.load` is what reads it.
@@ -8,6 +8,7 @@ import io
 import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,30 @@ class _Plain:
     shape: tuple[int, ...]
 
 
-def load_tensor(path: Path, at: int, nbytes: int) -> torch.Tensor:
-    """The tensor in the bytes `at` to `at` + `nbytes` of a file.
+@dataclass(frozen=True)
+class Place:
+    """Where a plain tensor's elements are in a file, one after another: `at`, in bytes."""
+
+    path: Path
+    at: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, first: int = 0, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """So many elements from number `first` on, in a shape of their own; all of them in theirs.
+
+        Raises:
+            OSError, EOFError: the file cannot be read, or ends early.
+        """
+        tensor = torch.empty(self.shape if shape is None else shape, dtype=self.dtype)
+        with self.path.open("rb", buffering=0) as file:
+            fill(file.fileno(), self.at + first * self.dtype.itemsize, tensor)
+        return tensor
+
+
+@lru_cache(maxsize=1 << 12)
+def locate(path: Path, at: int, nbytes: int) -> Place | None:
+    """Where the elements of the tensor in the bytes `at` to `at` + `nbytes` of a file are; None if only `torch.load` can read it.
 
     Raises:
         OSError, RuntimeError, pickle.UnpicklingError, EOFError: they are damaged, or missing.
@@ -51,13 +74,22 @@ def load_tensor(path: Path, at: int, nbytes: int) -> torch.Tensor:
     with path.open("rb", buffering=0) as file:
         archive = torch._C.PyTorchFileReader(_create_file_view(file, at, nbytes))
         plain = _Description(io.BytesIO(archive.get_record("data.pkl"))).read()
-        if plain is not None and archive.get_record("byteorder") == b"little":
-            tensor = torch.empty(plain.shape, dtype=plain.dtype)
-            begin = archive.get_record_offset(plain.record)
-            if begin + tensor.nbytes > nbytes:
-                raise EOFError(f"its bytes should end at {begin + tensor.nbytes}, but there are {nbytes}")
-            fill(file.fileno(), at + begin, tensor)
-            return tensor
+        if plain is None or archive.get_record("byteorder") != b"little":
+            return None
+        begin = archive.get_record_offset(plain.record)
+    if (end := begin + prod(plain.shape) * plain.dtype.itemsize) > nbytes:
+        raise EOFError(f"its bytes should end at {end}, but there are {nbytes}")
+    return Place(path, at + begin, plain.dtype, plain.shape)
+
+
+def load_tensor(path: Path, at: int, nbytes: int) -> torch.Tensor:
+    """The tensor in the bytes `at` to `at` + `nbytes` of a file.
+
+    Raises:
+        OSError, RuntimeError, pickle.UnpicklingError, EOFError: they are damaged, or missing.
+    """
+    if (place := locate(path, at, nbytes)) is not None:
+        return place.read()
     with path.open("rb", buffering=0) as file:
         return torch.load(_create_file_view(file, at, nbytes), map_location="cpu", weights_only=True)
 

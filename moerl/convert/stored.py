@@ -9,7 +9,7 @@ the tensor as it was read; torch's own `FileSystemReader.read_data` would copy i
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from moerl.convert.saved import load_tensor
+from moerl.convert.saved import load_tensor, locate
 from moerl.errors import CheckpointError
 
 _TRAINING = ("optimizer", "chained_", "rng", "opt_param_scheduler")
@@ -79,25 +79,58 @@ def read_box(checkpoint: Checkpoint, key: str, offset: Sequence[int], sizes: Seq
         CheckpointError: chunks do not fill the box, or a file cannot be read.
     """
     described = checkpoint.tensors[key]
-    near = checkpoint.by_expert.get((key, offset[0]), []) if len(described.size) == 3 else described.chunks
+    near = _near(checkpoint, key, offset[0] if offset else 0)
     wanted = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
     items = create_read_items_for_chunk_list(key, TensorStorageMetadata(described.properties, described.size, near), [wanted])
     if sum(prod(item.lengths) for item in items) != prod(sizes):
         raise CheckpointError(f"{checkpoint.folder}: the chunks of {key} do not make up {list(sizes)} at {list(offset)}; it is incomplete")
     box = torch.empty(tuple(sizes), dtype=described.properties.dtype)
     for item in items:
-        chunk = _load(checkpoint, key, item.storage_index.offset)
-        if chunk.shape == box.shape:
-            return chunk  # the usual case, without a copy
-        box[_span(item.dest_offsets, item.lengths)] = chunk[_span(item.storage_offsets, item.lengths)]
+        part = _load(checkpoint, key, item.storage_index.offset, item.storage_offsets, item.lengths)
+        if part.shape == box.shape:
+            return part  # the usual case, without a copy
+        box[_span(item.dest_offsets, item.lengths)] = part
     return box
 
 
-def _load(checkpoint: Checkpoint, key: str, offset: torch.Size) -> torch.Tensor:
+def can_be_cut(checkpoint: Checkpoint, key: str, first: int) -> bool:
+    """Whether boxes of a tensor, with `first` on its first axis where it has three, are read without reading more than them.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    offsets = (chunk.offsets for chunk in _near(checkpoint, key, first))
+    return all(_read(checkpoint, key, offset, locate) is not None for offset in offsets)
+
+
+def _near(checkpoint: Checkpoint, key: str, first: int) -> Sequence[ChunkStorageMetadata]:
+    """The chunks that may overlap boxes which begin with `first`."""
+    described = checkpoint.tensors[key]
+    return checkpoint.by_expert.get((key, first), []) if len(described.size) == 3 else described.chunks
+
+
+def _load(checkpoint: Checkpoint, key: str, offset: torch.Size, inside: torch.Size, lengths: torch.Size) -> torch.Tensor:
+    """A box of the chunk at `offset`: `lengths` elements from `inside` on."""
+    place = _read(checkpoint, key, offset, locate)
+    if place is None or (first := _contiguous(place.shape, inside, lengths)) is None:
+        return _read(checkpoint, key, offset, load_tensor)[_span(inside, lengths)]
+    return _read(checkpoint, key, offset, lambda *_: place.read(first, tuple(lengths)))
+
+
+def _contiguous(shape: Sequence[int], inside: Sequence[int], lengths: Sequence[int]) -> int | None:
+    """Number of a box's first element if all of them lie one after another in a tensor of this shape, else None."""
+    cut = next((axis for axis, length in enumerate(lengths) if length != 1), len(lengths))  # the only axis that may be cut
+    if tuple(lengths[cut + 1 :]) != tuple(shape[cut + 1 :]):
+        return None
+    return sum(at * prod(shape[axis + 1 :]) for axis, at in enumerate(inside))
+
+
+def _read[T](checkpoint: Checkpoint, key: str, offset: torch.Size, read: Callable[[Path, int, int], T]) -> T:
+    """Of the chunk at `offset`, what `read` makes of (file, first byte, bytes)."""
     place = checkpoint.metadata.storage_data[MetadataIndex(key, offset)]
     path = checkpoint.folder / place.relative_path
     try:
-        return load_tensor(path, place.offset, place.length)
+        return read(path, place.offset, place.length)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{path}: {key} at {list(offset)} cannot be read: {error}") from error
 

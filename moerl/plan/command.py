@@ -6,7 +6,7 @@
 
 Options besides `assumptions.Assumptions`' (`--gpu-gib 141`, `--mfu 0.4`, ...):
     --hf PATH            config.json (by any name), or the folder that holds it, in place of model.path
-    --world N            trainer ranks; parallel.nproc_per_node otherwise
+    --world N            trainer ranks; parallel.nodes x parallel.nproc_per_node otherwise
     --ranks-per-node N   8
     --fp8                engines serve fp8 in blocks of 128 x 128
     --json, --markdown   one JSON object as the last line; the row for a table, and nothing else
@@ -175,7 +175,7 @@ def _make_job(asked: Asked, model: tuple[str, ...]) -> Job:
     job = job_of(
         config,
         read_spec(config.model.path),
-        world or config.parallel.nproc_per_node,
+        world or config.parallel.world,
         assumptions_of(asked.figures, config),
         name=_name(asked, config),
         ranks_per_node=(_RANKS_PER_NODE | asked.counts)["--ranks-per-node"],
@@ -222,7 +222,8 @@ def _sizes(asked: Asked) -> tuple[list[str], int | None]:
     if trainer:
         sizes = dict.fromkeys((*fit.SIZES, "dp"), 1) | trainer
         world = world or sizes["tp"] * sizes["pp"] * sizes["cp"] * sizes["dp"]
-        settings += [f"--parallel.{name}={sizes[name]}" for name in fit.SIZES] + [f"--parallel.nproc_per_node={world}"]
+        settings += [f"--parallel.{name}={sizes[name]}" for name in fit.SIZES]
+        settings += ["--parallel.nodes=1", f"--parallel.nproc_per_node={world}"]
     return settings, world
 
 
@@ -259,6 +260,6 @@ def _legal_instead(settings: list[str], world: int | None) -> str | None:
     sizes = {name: size for name, size in tree["parallel"].items() if name in fit.SIZES} if "parallel" in tree else {}
     if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
         return None
-    asked = TrainerTopology(world or legal.parallel.nproc_per_node, **sizes, transformer_engine=legal.train.device != "cpu")
+    asked = TrainerTopology(world or legal.parallel.world, **sizes, transformer_engine=legal.train.device != "cpu")
     found = fit.nearest_trainer(read_spec(legal.model.path), asked)
     return fit.words(found) if found else "none"

@@ -50,6 +50,7 @@ def job_of(config: Config, spec: ModelSpec, world: int, assumptions: Assumptions
         changes: fields of the job that do not follow from the settings.
     """
     trainer = trainer_topology(config.parallel, world, transformer_engine=config.train.device != "cpu")
+    trainer = replace(trainer, mtp=config.train.builds_mtp and spec.mtp_layers > 0)
     job = Job(Path(config.model.path).name, config, spec, trainer, engine_topology(config), assumptions)
     return replace(job, **changes)
 

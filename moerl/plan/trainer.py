@@ -9,6 +9,7 @@ autograd keeps, without what lives only inside one kernel.
 
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import Literal
 
 from moerl.config.schema import Config
 from moerl.models import ModelSpec, Param
@@ -48,6 +49,7 @@ class Training:
         bucket: bytes of a sync bucket.
         reference: a frozen copy of the weights is kept.
         imbalance: see `Assumptions`.
+        mtp: `train.mtp`; where the layer is built, the topology holds it (`TrainerTopology.mtp`).
         distributed: the optimizer's state is cut over data-parallel ranks, as `train.megatron` always does.
     """
 
@@ -63,6 +65,7 @@ class Training:
     bucket: int
     reference: bool
     imbalance: float
+    mtp: Literal["passed_through", "frozen", "trained"] = "passed_through"
     distributed: bool = True
 
 
@@ -82,6 +85,7 @@ def training_of(config: Config, assumptions: Assumptions) -> Training:
         bucket=int(config.sync.bucket_mib * 2**20),
         reference=config.objective.kl_coef > 0,
         imbalance=assumptions.imbalance,
+        mtp=config.train.mtp,
     )
 
 
@@ -96,13 +100,15 @@ def stage_elements(spec: ModelSpec, topology: TrainerTopology) -> list[Elements]
     """Elements per rank of each stage.
 
     A weight that is cut over n ranks counts 1/n of its elements; routed experts are spread over ep besides. The vocabulary is padded to
-    a multiple of tp. The first stage has the embedding, the last one the output layer, or again the embedding where both are one.
+    a multiple of tp. The first stage has the embedding, the last one the output layer, or again the embedding where both are one, and the
+    layer for multi-token prediction where the topology holds it.
     """
     found = []
     for stage, (dense_layers, moe_layers) in enumerate(stage_layers(spec, topology)):
-        times = {"all": dense_layers + moe_layers, "dense": dense_layers, "moe": moe_layers}
-        dense, expert, buffers = 0, 0, (dense_layers + moe_layers) * yarn_elements(spec, topology.cp)
-        for param in spec.params:
+        ahead = int(topology.mtp and stage == topology.pp - 1)
+        times = {"all": dense_layers + moe_layers, "dense": dense_layers, "moe": moe_layers, "mtp": ahead}
+        dense, expert, buffers = 0, 0, (dense_layers + moe_layers + ahead) * yarn_elements(spec, topology.cp)
+        for param in (*spec.params, *spec.mtp_params):
             count = _once(param, stage, topology.pp, spec.tied_embeddings) if param.layers == "once" else times[param.layers]
             each = param_elements(param, topology)
             if param.megatron.endswith("router.expert_bias"):
@@ -113,6 +119,17 @@ def stage_elements(spec: ModelSpec, topology: TrainerTopology) -> list[Elements]
                 dense += each * count
         found.append(Elements(dense, expert, buffers))
     return found
+
+
+def without_mtp(held: Elements, spec: ModelSpec, topology: TrainerTopology) -> Elements:
+    """What is left of a last stage that holds the layer for multi-token prediction."""
+    each = [(param.expert, param_elements(param, topology)) for param in spec.mtp_params if not param.megatron.endswith("expert_bias")]
+    biases = sum(param_elements(param, topology) for param in spec.mtp_params if param.megatron.endswith("expert_bias"))
+    return Elements(
+        held.dense - sum(count for expert, count in each if not expert),
+        held.expert - sum(count for expert, count in each if expert) * (spec.experts // topology.ep),
+        held.buffers - 2 * biases - yarn_elements(spec, topology.cp),
+    )
 
 
 def yarn_elements(spec: ModelSpec, cp: int) -> int:
@@ -241,11 +258,14 @@ def microbatches(training: Training, topology: TrainerTopology) -> int:
 
 def head_bytes(spec: ModelSpec, topology: TrainerTopology, training: Training) -> int:
     """Output layer and loss of one microbatch: logits, and what `train.vocabulary` keeps of them, probabilities and logprobs, and their
-    gradient, float32 [rows, vocabulary / tp] each; in float32 the output layer's weights and their gradient once more.
+    gradient, float32 [rows, vocabulary / tp] each; in float32 the output layer's weights and their gradient once more. Training
+    multi-token prediction has all but that gradient twice, and a copy of the embedding where that is on another stage.
     """
     columns = ceil(spec.vocab_size / topology.tp)
-    weights = 2 * columns * spec.hidden_size * 4 if training.fp32_head else 0
-    return int(training.rows / topology.cp * (columns * 4 * 4 + spec.hidden_size * 4)) + weights
+    matrix, trains = columns * spec.hidden_size, training.mtp == "trained"
+    weights = (3 if trains else 2) * matrix * 4 if training.fp32_head else 0
+    copied = matrix * training.itemsize if trains and topology.pp > 1 and not spec.tied_embeddings else 0
+    return int(training.rows / topology.cp * (columns * 4 * 4 + spec.hidden_size * 4)) * (2 if trains else 1) + weights + copied
 
 
 def route_bytes(spec: ModelSpec, topology: TrainerTopology, training: Training, moe_layers: int) -> int:
@@ -269,17 +289,20 @@ def stage_memory(
     held = held or stage_elements(spec, topology)
     found = []
     for stage, (mine, layers) in enumerate(zip(held, stage_layers(spec, topology), strict=True)):
-        weights = weight_bytes(mine, training.itemsize)
+        ahead = topology.mtp and stage == topology.pp - 1
+        decoder = without_mtp(mine, spec, topology) if ahead else mine
+        trains = ahead and training.mtp == "trained"
+        learning, run = (mine, (layers[0], layers[1] + 1)) if trains else (decoder, layers)
         found.append(
             {
-                "weights": weights,
-                "gradients": gradient_bytes(mine),
-                "optimizer": optimizer_bytes(mine, topology, training.itemsize, distributed=training.distributed),
-                "activations": activation_bytes(spec, topology, training, stage, layers),
+                "weights": weight_bytes(mine, training.itemsize),
+                "gradients": gradient_bytes(learning),
+                "optimizer": optimizer_bytes(learning, topology, training.itemsize, distributed=training.distributed),
+                "activations": activation_bytes(spec, topology, training, stage, run),
                 "head": head_bytes(spec, topology, training) if stage == topology.pp - 1 else 0,
                 "routes": route_bytes(spec, topology, training, layers[1]),
                 "sync_buckets": 2 * training.bucket,
-                "reference": weights if training.reference else 0,
+                "reference": weight_bytes(decoder, training.itemsize) if training.reference else 0,
             }
         )
     return found

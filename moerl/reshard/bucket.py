@@ -67,13 +67,16 @@ class Bucket:
             yield slot, flat[slot.offset : slot.offset + slot.nbytes].view(slot.dtype).view(slot.shape)
 
 
-def units(spec: ModelSpec) -> list[tuple[Entry, ...]]:
+def units(spec: ModelSpec, *, mtp: bool = False) -> list[tuple[Entry, ...]]:
     """Entries grouped by the engine parameter they become, in the canonical order of each group's first member.
 
     Routed experts are one unit each: engines load them one by one into the stacked parameter.
+
+    Args:
+        mtp: with those of multi-token prediction.
     """
     groups: dict[tuple[str, int | None], list[Entry]] = {}
-    for entry in spec.entries():
+    for entry in (*spec.entries(), *(spec.mtp_entries() if mtp else ())):
         groups.setdefault((entry.engine, entry.expert), []).append(entry)
     return [tuple(group) for group in groups.values()]
 
@@ -83,8 +86,11 @@ def wire_dtype(entry: Entry, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if entry.param.fp32 else dtype
 
 
-def cut(spec: ModelSpec, dtype: torch.dtype, bucket_mib: float) -> tuple[Bucket, ...]:
+def cut(spec: ModelSpec, dtype: torch.dtype, bucket_mib: float, *, mtp: bool = False) -> tuple[Bucket, ...]:
     """Fill buckets of at most `bucket_mib` MiB, unit by unit; a unit larger than that gets a bucket of its own.
+
+    Args:
+        mtp: with the weights of multi-token prediction.
 
     Raises:
         ReshardError: `bucket_mib` is not positive.
@@ -94,7 +100,7 @@ def cut(spec: ModelSpec, dtype: torch.dtype, bucket_mib: float) -> tuple[Bucket,
     limit, used = bucket_mib * 2**20, 0
     buckets: list[Bucket] = []
     pending: list[Entry] = []
-    for unit in units(spec):
+    for unit in units(spec, mtp=mtp):
         size = sum(
             prod(entry.param.part_shape(part)) * wire_dtype(entry, dtype).itemsize for entry in unit for part in range(len(entry.hf))
         )

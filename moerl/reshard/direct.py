@@ -198,7 +198,10 @@ class Direct:
         """The same plan on every rank, checked against what both sides hold."""
         cpu = crew.first(lambda: self._link.backend == "gloo", deadline)
         looks = crew.all(lambda: _look(shards), deadline)
-        draft = any(look[3] for look in looks) and any(name.startswith(orders.DRAFT) for name in engines[0][0].parameters)
+        drafts = any(name.startswith(orders.DRAFT) for name in engines[0][0].parameters)
+        draft = drafts and any(look[3] for look in looks)
+        if drafts and not draft and self._link is not None:
+            logger.warning("engines draft with a layer that the trainer does not hold (train.mtp): it stays as they started with it")
         engine, ignored = replace(self._engine, cpu=cpu, draft=draft), _NOT_SENT if draft else (*_NOT_SENT, orders.DRAFT)
         names = [look[0] for look in looks] + [rank.node for ranks in engines for rank in ranks]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}

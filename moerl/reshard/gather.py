@@ -64,8 +64,11 @@ def signatures(shards: Sequence[Shard]) -> list[Signature]:
     return [(shard.entry.megatron, shard.index, shard.parts, tuple(shard.tensor.shape)) for shard in shards]
 
 
-def plan_gather(shards: Sequence[Shard], spec: ModelSpec) -> GatherPlan:
+def plan_gather(shards: Sequence[Shard], spec: ModelSpec, *, mtp: bool = False) -> GatherPlan:
     """Exchange the shards' metadata and choose who sends what. Collective.
+
+    Args:
+        mtp: whether multi-token prediction is gathered; otherwise it may be held all the same.
 
     Raises:
         ReshardError: on every rank, naming every weight that is missing, unknown, incomplete or of another shape.
@@ -76,7 +79,7 @@ def plan_gather(shards: Sequence[Shard], spec: ModelSpec) -> GatherPlan:
     if world > 1:
         everyone = [None] * world
         dist.all_gather_object(everyone, mine)
-    sources, problems = _choose(everyone, spec)
+    sources, problems = _choose(everyone, spec, mtp)
     if problems:
         raise ReshardError(
             f"the trainer's shards do not make up the model ({len(problems)} weights are wrong); expected one complete set of slices of "
@@ -85,15 +88,16 @@ def plan_gather(shards: Sequence[Shard], spec: ModelSpec) -> GatherPlan:
     return GatherPlan(sources)
 
 
-def _choose(everyone: list[list[Signature]], spec: ModelSpec) -> tuple[dict[str, tuple[Source, ...]], list[str]]:
+def _choose(everyone: list[list[Signature]], spec: ModelSpec, mtp: bool) -> tuple[dict[str, tuple[Source, ...]], list[str]]:
     found: defaultdict[str, dict[tuple[int, int], Source]] = defaultdict(dict)
     for rank, held in enumerate(everyone):
         for name, index, parts, shape in held:
             found[name].setdefault((index, parts), Source(rank, shape))
-    known = {entry.megatron for entry in spec.entries()}
+    ahead = list(spec.mtp_entries())
+    known = {entry.megatron for entry in (*spec.entries(), *ahead)}
     problems = [f"{name}: surplus, this model has no such weight" for name in found if name not in known]
     sources = {}
-    for entry in spec.entries():
+    for entry in (*spec.entries(), *(ahead if mtp else ())):
         slices = found[entry.megatron]
         if problem := _slice_problem(entry, slices):
             problems.append(f"{entry.megatron}: {problem}")
@@ -159,19 +163,28 @@ def gather_bucket(
 
 
 def gather_hf(
-    shards: Sequence[Shard], spec: ModelSpec, *, dtype: torch.dtype, bucket_mib: float = 256.0, timeout_s: float = 300.0
+    shards: Sequence[Shard],
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    bucket_mib: float = 256.0,
+    timeout_s: float = 300.0,
+    mtp: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole weights under their HF names, in canonical order up to fused groups (see `bucket.units`). Collective.
 
     Rank 0 yields every tensor, in `dtype` (float32 where the specification says so); other ranks yield nothing but must be
     iterated as well. A yielded tensor is a view into its bucket's buffer, which lives as long as one of its views.
 
+    Args:
+        mtp: with the weights of multi-token prediction, behind the others; copies are not repeated.
+
     Raises:
         ReshardError: see `plan_gather`.
     """
-    plan = plan_gather(shards, spec)
+    plan = plan_gather(shards, spec, mtp=mtp)
     held = {shard.entry.megatron: shard for shard in shards}
-    for bucket in cut(spec, dtype, bucket_mib):
+    for bucket in cut(spec, dtype, bucket_mib, mtp=mtp):
         flat = gather_bucket(plan, bucket, held, group_device(), Deadline("gathering weights", timeout_s))
         if flat is not None:
             for slot, view in bucket.views(flat):

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     """Train; the exit status."""
     rank = int(os.environ["RANK"]) if "RANK" in os.environ else 0
     try:
-        config, spec, options = prepare(argv, world=int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else 1)
+        config, spec, options = prepare(argv, started=int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else 1)
         from moerl.train import platform
 
         platform.quiet()

@@ -91,6 +91,7 @@ class Part:
         sampling_mask: n_local rows, or None.
         captured: int64[n] of the whole microbatch: number of the sequence of each row that is captured, -1 at others; None where no
             capture is due.
+        ahead: int64[n_local] of `labels_ahead`, or None where nothing is predicted so far ahead.
     """
 
     cu_seqlens: np.ndarray
@@ -104,6 +105,7 @@ class Part:
     forced: np.ndarray | None
     sampling_mask: SamplingMask | None
     captured: np.ndarray | None = None
+    ahead: np.ndarray | None = None
 
 
 def pack(
@@ -138,11 +140,20 @@ def equalise(micro: Seq[Microbatch], multiple: int, layout: Layout) -> list[Micr
     return [_grow(one, size, multiple, layout) for one in micro]
 
 
-def cut(microbatch: Microbatch, place: shard.Place, captured: Collection[int] | None = None) -> Part:
+def labels_ahead(microbatch: Microbatch) -> np.ndarray:
+    """int64[n]: the label of the row behind each, the token after next, where that is trained and of the same sequence; -1 elsewhere."""
+    labels = np.where(microbatch.loss_mask > 0, microbatch.labels, -1)
+    ahead = np.append(labels[1:], -1)
+    ahead[microbatch.cu_seqlens[1:] - 1] = -1
+    return ahead
+
+
+def cut(microbatch: Microbatch, place: shard.Place, captured: Collection[int] | None = None, *, ahead: bool = False) -> Part:
     """The rows and layers of one rank.
 
     Args:
         captured: numbers of the sequences whose rows are captured; None where no capture is due.
+        ahead: with the tokens that multi-token prediction learns.
 
     Raises:
         TrainError: a sequence cannot be cut evenly.
@@ -165,6 +176,7 @@ def cut(microbatch: Microbatch, place: shard.Place, captured: Collection[int] | 
         forced=None if microbatch.forced is None else microbatch.forced[router],
         sampling_mask=None if microbatch.sampling_mask is None else take(microbatch.sampling_mask, local),
         captured=None if captured is None else np.where(np.isin(microbatch.numbers, list(captured)), microbatch.numbers, -1),
+        ahead=labels_ahead(microbatch)[local] if ahead else None,
     )
 
 

@@ -7,6 +7,7 @@ after which no process of the run is left.
 """
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -55,23 +56,23 @@ def split_options(argv: list[str]) -> tuple[Options, list[str]]:
     return Options("--dry-run" in flags, "--resume" in flags, "--overwrite" in flags, rollouts), rest
 
 
-def prepare(argv: list[str], world: int | None = None) -> tuple[Config, ModelSpec, Options]:
+def prepare(argv: list[str], started: int | None = None) -> tuple[Config, ModelSpec, Options]:
     """Load the config and check all that needs no process.
 
     Args:
-        world: number of trainer ranks; `parallel.nproc_per_node` where None.
+        started: number of trainer ranks that a launcher has started; None where none has.
 
     Raises:
         ConfigError, ModelError, CheckpointError: with every violation found.
     """
     options, rest = split_options(argv)
-    config = load_config(rest, world=world)
+    config = load_config(rest, started=started)
     spec = read_spec(config.model.path)
     if problems := model_problems(config, spec):
         raise ConfigError(problems)
     run_dir = Path(config.run.dir)
     if options.resume:
-        progress.find(run_dir / "checkpoints", config, spec, world or config.parallel.nproc_per_node)
+        progress.find(run_dir / "checkpoints", config, spec, config.parallel.world)
     elif (run_dir / "metrics.jsonl").exists() and not options.overwrite:
         raise ConfigError(f"run.dir {run_dir} already holds a run; continue it with --resume, replace it with --overwrite, or change it")
     if options.rollouts is not None:
@@ -97,19 +98,31 @@ def main(argv: list[str]) -> int:
 
         print(describe(config, spec, preview(config, spec, argv)))
         return 0
+    if config.parallel.nodes > 1:
+        from moerl.train.preview import trainer_command
+
+        raise ConfigError(
+            f"parallel.nodes {config.parallel.nodes}: `moerl train` starts the ranks of one machine; on each of them run "
+            f"`{shlex.join(trainer_command(config.parallel, argv))}`, or set parallel.nodes to 1"
+        )
     return _torchrun(config, argv)
 
 
 def make_tiny_main(argv: list[str]) -> int:
-    """`tools/make_tiny.py @ config.toml`: make, or reuse, the warm-started model that the config's `model.path` names."""
-    config = load_config(argv)
+    """`tools/make_tiny.py [FAMILY] @ config.toml`: make, or reuse, the warm-started model that the config's `model.path` names."""
+    from moerl.convert.tiny import FAMILIES
+
+    family, rest = (argv[0], argv[1:]) if argv and argv[0][:1] not in "@-" else ("deepseek", argv)
+    if family not in FAMILIES:
+        raise ConfigError(f"there is no tiny model of {family!r}; expected one of {', '.join(FAMILIES)}")
+    config = load_config(rest)
     from moerl.train import platform
 
     platform.quiet()
     platform.install(platform.pick_device(config.train.device))
     from moerl.train.warmstart import make_tiny
 
-    result = make_tiny(config)
+    result = make_tiny(config, family=family)
     how = "reused" if result["cached"] else f"made in {result['seconds']:.0f} s ({result['steps']} steps)"
     print(f"{config.model.path}: {how}; held-out accuracy {result['greedy']:.2f} greedy, {result['sampled']:.2f} sampled")
     return 0
@@ -131,12 +144,14 @@ def rollout_main(argv: list[str]) -> int:
 def describe(config: Config, spec: ModelSpec, details: Sequence[str] = ()) -> str:
     """What a run would do, in a few lines, and further ones."""
     sizes = " ".join(f"{name}{getattr(config.parallel, name)}" for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+    nodes, each = config.parallel.nodes, config.parallel.nproc_per_node
+    ranks = f"{nodes} x {each}" if nodes > 1 else str(each)
     samples = config.rollout.prompts_per_step * config.rollout.group_size
     return "\n".join(
         (
             f"model    {config.model.path}: {spec.family}, {spec.layers} layers ({len(spec.moe_layers)} MoE), "
             f"{spec.experts} experts, top-{spec.topk}",
-            f"trainer  {config.parallel.nproc_per_node} ranks ({sizes}), {config.train.dtype}, replay {config.replay.actor}",
+            f"trainer  {ranks} ranks ({sizes}), {config.train.dtype}, replay {config.replay.actor}",
             f"engines  {config.engine.count} x tp{config.engine.tp}, {config.engine.dtype}",
             f"run      {config.train.steps} steps of {samples} samples into {config.run.dir}",
             *details,

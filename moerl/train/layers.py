@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.mappings import (
@@ -392,12 +392,24 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     if normed_again and not HAVE_TE and CheckpointWithoutOutput().fp8:
         raise ConfigError("megatron.recompute_modules: 'layernorm' needs Transformer Engine, which is not installed; remove 'layernorm'")
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)
-    best = best_experts(config.moe_router_score_function)
-    if config.moe_router_group_topk and config.moe_router_topk // config.moe_router_group_topk != best:
-        stock = replace(stock, layer_specs=[_with_grouped_router(spec) for spec in stock.layer_specs])
-    if engine:
-        return stock
-    return replace(stock, layer_specs=[_local_layer(spec, config) for spec in stock.layer_specs], layer_norm=RMSNorm)
+    layers = [_ours(spec, config) for spec in stock.layer_specs]
+    return replace(stock, layer_specs=layers) if engine else replace(stock, layer_specs=layers, layer_norm=RMSNorm)
+
+
+def moe_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Specification of a decoder layer with experts, as `block_spec` has it; every stage knows it, whichever layers it holds."""
+    engine = config.transformer_impl == "transformer_engine"
+    every = get_gpt_decoder_layer_specs(config, use_transformer_engine=engine, normalization="RMSNorm")
+    return _ours(every[config.moe_layer_freq.index(1)], config)
+
+
+def _ours(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """A layer's specification with our router where its rule for groups differs, and our modules unless they are Transformer Engine's."""
+    if config.moe_router_group_topk and config.moe_router_topk // config.moe_router_group_topk != best_experts(
+        config.moe_router_score_function
+    ):
+        spec = _with_grouped_router(spec)
+    return spec if config.transformer_impl == "transformer_engine" else _local_layer(spec, config)
 
 
 def has_transformer_engine() -> bool:

@@ -109,7 +109,8 @@ def share(run: Run, groups: list[Group] | None, captured: Mapping[int, Sample] |
         )
         if trainer.ranks.pp[1] > 1:
             replicas = [equalise(micro, multiple, trainer.layout) for micro in replicas]
-        parts = [[cut(one, place, captured) for one in replicas[replica]] for replica, place in run.places]
+        ahead = config.train.mtp == "trained"
+        parts = [[cut(one, place, captured, ahead=ahead) for one in replicas[replica]] for replica, place in run.places]
     mine: list[list[Part]] = [[]]
     dist.scatter_object_list(mine, parts, src=0)
     return mine[0], fates

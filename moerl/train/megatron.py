@@ -1,6 +1,6 @@
 """Megatron's set-up: process groups, model, optimizer, tear-down. Importing it prepares nothing; `initialise` does.
 
-Megatron itself is imported inside functions only, here and in all modules but `layers`: the platform must be ready first.
+Megatron itself is imported inside functions only, here and in all modules but `layers` and `mtp`: the platform must be ready first.
 
     initialise -> Ranks -> build_model -> chunks --(weights.load_hf)--> build_optimizer -> forward.forward_backward
                                                                                         -> optimizer_step
@@ -89,6 +89,15 @@ def initialise(parallel: Parallel, train: Train, seed: int) -> Ranks:
     if device == "cpu":
         torch.set_num_threads(train.threads)
 
+    return make_groups(device, parallel, seed)
+
+
+def make_groups(device: platform.Device, parallel: Parallel, seed: int, *, gloo: bool = True) -> Ranks:
+    """Megatron's groups over the processes that have joined, its generators seeded for this one, and its place among them.
+
+    Args:
+        gloo: make those groups too that Megatron wants over gloo beside the default backend.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
@@ -99,6 +108,7 @@ def initialise(parallel: Parallel, train: Train, seed: int) -> Ranks:
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=parallel.timeout_s / 60,
+        create_gloo_process_groups=gloo,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return _read_ranks(device, parallel.vpp)
@@ -221,7 +231,7 @@ def transformer_config(spec: ModelSpec, config: Config, ranks: Ranks) -> Any:
         "moe_enable_routing_replay": config.replays,
         "bias_activation_fusion": engine,
     }
-    if not _PIPELINE_OPTIONS & config.megatron.keys():
+    if not spreads_layers(config):
         options["pipeline_model_parallel_layout"] = _uneven_layout(spec.layers, parallel)
     options |= config.megatron
     known = {field.name for field in fields(kind)}
@@ -256,11 +266,17 @@ def _uneven_layout(layers: int, parallel: Parallel) -> list[list[str]] | None:
     return layout
 
 
-def build_model(spec: ModelSpec, config: Config, ranks: Ranks, *, trainable: bool = True) -> list[torch.nn.Module]:
+def spreads_layers(config: Config) -> bool:
+    """Whether `[megatron]` says how many layers a pipeline stage has, in place of `pipeline_stages`."""
+    return not _PIPELINE_OPTIONS.isdisjoint(config.megatron)
+
+
+def build_model(spec: ModelSpec, config: Config, ranks: Ranks, *, trainable: bool = True, mtp: bool | None = None) -> list[torch.nn.Module]:
     """This process's model chunks, initialised from Megatron's seeded generators (weights come with `weights.load_hf`).
 
     Args:
         trainable: wrap for training; False builds a frozen reference model without gradients.
+        mtp: with the layer for multi-token prediction; None: where `train.mtp` asks for it and the model is trainable.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -291,6 +307,11 @@ def build_model(spec: ModelSpec, config: Config, ranks: Ranks, *, trainable: boo
     for router in (router for chunk in chunks for router in routers(chunk)):
         router.frozen_expert_bias = config.replay.expert_bias == "frozen"
         _forget_globally(router.router_replay)
+    if chunks[-1].post_process and (trainable and config.train.builds_mtp if mtp is None else mtp):
+        from moerl.train.mtp import attach
+
+        attach(chunks[-1], ranks.vpp - 1 if ranks.vpp > 1 else None, trained=config.train.mtp == "trained")
+        chunks[-1].mtp.to(ranks.torch_device)
     if trainable:
         return [_wrap(chunk, number) for number, chunk in enumerate(chunks)]
     for chunk in chunks:
@@ -351,24 +372,30 @@ def build_optimizer(model: list[torch.nn.Module], config: Config) -> Any:
 
 
 def optimizer_step(optimizer: Any, lr: float) -> float:
-    """Clip and apply the finalised gradients with learning rate `lr`.
+    """Clip and apply the finalised gradients with learning rate `lr`. Those of multi-token prediction are clipped by a norm of their own.
 
     Returns:
-        The gradient norm before clipping, over all ranks.
+        The gradient norm before clipping, over all ranks, without multi-token prediction.
 
     Raises:
-        TrainError: the norm is not finite; the weights are unchanged.
+        TrainError: a norm is not finite; the weights are unchanged.
     """
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     for group in optimizer.param_groups:
         group["lr"] = lr
     overflow = optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if overflow or not math.isfinite(norm):
-        raise TrainError(f"the gradient norm is {norm}; the step was refused and the weights are unchanged")
+    norms: dict[str | None, float] = {None: float(optimizer.get_grad_norm())}
+    norms |= {name: float(norm) for name, norm in optimizer._compute_grad_norms_by_group().items()}
+    if overflow or not all(map(math.isfinite, norms.values())):
+        shown = "".join(f", of {name} {norm}" for name, norm in norms.items() if name)
+        raise TrainError(f"the gradient norm is {norms[None]}{shown}; the step was refused and the weights are unchanged")
     for part in optimizer.chained_optimizers:
         if part.config.clip_grad > 0 and not part.is_stub_optimizer:
-            clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, norm)
+            parameters = part.get_parameters()
+            for name, norm in norms.items():
+                mine = [parameter for parameter in parameters if getattr(parameter, "grad_norm_group", None) == name]
+                if mine:
+                    clip_grad_by_total_norm_fp32(mine, part.config.clip_grad, norm)
     optimizer.step_with_ready_grads()
-    return norm
+    return norms[None]

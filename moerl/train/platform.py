@@ -38,6 +38,7 @@ _NOTICES = (
     "Apex is not installed",
     "full scope is deprecated",
     "MimoModelConfig is experimental",
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts, which get their rows from the dispatcher
     r"`torch\.distributed\.\w+` is deprecated",
 )
 _NOTICE_LOGGERS = (

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moerl.train.megatron import Ranks
     from moerl.train.trainer import Trainer
 
-_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "nproc_per_node")
+_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "nodes", "nproc_per_node")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def prepare(request: Request, world: int) -> tuple[Config, ModelSpec, int]:
     alone = [f"--parallel.{name}=1" for name in _SIZES] if world == 1 else []
     hugging_face = [] if is_checkpoint(request.checkpoint) else [f"--model.path={request.checkpoint}"]
     diagnostics = ["--diagnostics.capture_every_steps=1", "--diagnostics.mismatch_every_steps=1"]
-    needs = [*diagnostics, "--objective.kl_coef=0", "--replay.reference=off"]
+    needs = [*diagnostics, "--objective.kl_coef=0", "--replay.reference=off", "--train.mtp=passed_through"]
     config = load_config(["@", str(file), *alone, *needs, *hugging_face, *request.settings], world=world)
     spec = read_spec(config.model.path)
     if problems := model_problems(config, spec):

@@ -91,8 +91,19 @@ class Run:
         """Export the weights, write `summary.json`, show what happened, and fail if the run had to achieve more."""
         if self.config.checkpoint.export_hf:
             dtype = megatron.DTYPES[self.config.train.dtype]
-            trainer = self.trainer
-            export_hf(self.folder / "export", Path(self.config.model.path), trainer.model, self.spec, trainer.ranks, dtype=dtype)
+            trainer, model = self.trainer, self.config.model
+            lacks = export_hf(
+                self.folder / "export",
+                Path(model.path),
+                trainer.model,
+                self.spec,
+                trainer.ranks,
+                dtype=dtype,
+                mtp=self.config.train.builds_mtp,
+                origin=Path(model.megatron_checkpoint or model.path),
+            )
+            if lacks:
+                self.console.message(f"  export: {lacks}")
         if self.sinks is None:
             return
         found = summarise(read_metrics(self.folder), minutes=(time.monotonic() - self.started) / 60)

@@ -74,7 +74,7 @@ def build(config: Config, spec: ModelSpec, ranks: megatron.Ranks) -> Trainer:
     """Build the model with the weights of version 0 (`config.model`), its optimizer, and the reference if one is needed."""
     layout = Layout(spec.moe_layers, spec.experts, spec.topk)
     model = megatron.build_model(spec, config, ranks)
-    _load_policy(model, config, spec, ranks)
+    _load_policy(model, config, spec, ranks, mtp=config.train.builds_mtp)
     reference, reference_replay = None, None
     if config.objective.kl_coef > 0:
         reference = megatron.build_model(spec, config, ranks, trainable=False)
@@ -89,14 +89,18 @@ def build(config: Config, spec: ModelSpec, ranks: megatron.Ranks) -> Trainer:
     return Trainer(config, spec, layout, ranks, model, optimizer, place, replay, reference, reference_replay)
 
 
-def _load_policy(model: list[torch.nn.Module], config: Config, spec: ModelSpec, ranks: megatron.Ranks) -> None:
-    """The weights of version 0."""
+def _load_policy(model: list[torch.nn.Module], config: Config, spec: ModelSpec, ranks: megatron.Ranks, *, mtp: bool = False) -> None:
+    """The weights of version 0.
+
+    Args:
+        mtp: the model has a layer for multi-token prediction.
+    """
     if config.model.megatron_checkpoint:
         from moerl.train import checkpoint  # imports Megatron
 
         checkpoint.load_policy(Path(config.model.megatron_checkpoint), model, Path(config.model.path))
     else:
-        weights.load_hf(model, spec, config.model.path, ranks)
+        weights.load_hf(model, spec, config.model.path, ranks, mtp=mtp)
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -285,14 +289,16 @@ def _forward_backward(trainer: Trainer, local: Sequence[LocalMicrobatch], record
             lags.append(rows.columns["lag"][rows.loss_mask > 0].cpu().numpy())
         return loss, denominator, {**sums, "loss": loss, "denominator": denominator}
 
-    results = forward_backward(trainer.model, local, trainer.ranks, loss_fn=loss_fn, **trainer.passes)
+    mtp_weight = config.train.mtp_loss_weight if config.train.mtp == "trained" else 0.0
+    results = forward_backward(trainer.model, local, trainer.ranks, loss_fn=loss_fn, mtp_weight=mtp_weight, **trainer.passes)
     sums = {name: sum(float(result[name]) for result in results) for name in (results[0] if results else ())}
     mine = (sums, *(np.concatenate(found) if found else np.zeros(0) for found in (gaps, lags)))
     sums, gap, lag = _sum_over_ranks(mine if _holds_own_rows(trainer.ranks) else ({}, np.zeros(0), np.zeros(0)))
+    ahead = {"mtp_loss": sums.pop("mtp_loss") / max(1, sums.pop("mtp_tokens"))} if mtp_weight else {}
     stale = by_lag(gap, lag) if len(lag) else {}
     replays = config.replay.actor != "off"
     tokens = max(1, int(sums["tokens"]))
-    return {**averages(sums), **stale, "response_tokens": tokens, **_suffixed(mismatch(gap), "replay" if replays else "trained")}
+    return {**averages(sums), **ahead, **stale, "response_tokens": tokens, **_suffixed(mismatch(gap), "replay" if replays else "trained")}
 
 
 def _sequences(rows: LocalMicrobatch, ranks: megatron.Ranks) -> Sequences:

@@ -1,6 +1,6 @@
 """Make the tiny model that the quick start improves: random weights, then a minute of supervised training on the same task.
 
-    tiny_config --write_tiny--> random HF folder --our Megatron trainer, answers as labels--> HF folder at config.model.path
+    FAMILIES --write_tiny--> random HF folder --our Megatron trainer, answers as labels--> HF folder at config.model.path
 
 The warm start uses the trainer's own passes, optimizer, loader and exporter, so it exercises them before RL does. In the
 end greedy decoding solves most held-out prompts, while an entropy bonus has kept sampling far from certain: that is the room
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moerl.config.schema import Config
-from moerl.convert.tiny import EOS, VOCABULARY, tiny_config, write_tiny
+from moerl.convert.tiny import EOS, FAMILIES, VOCABULARY, write_tiny
 from moerl.errors import TrainError
 from moerl.models import read_spec
 from moerl.rollout.sample import Prompt
@@ -70,7 +70,7 @@ class Recipe:
         return self.lr * min(1.0, step / self.lr_warmup_steps) * (1.0 + (self.lr_final_ratio - 1.0) * step / self.steps)
 
 
-def make_tiny(config: Config, recipe: Recipe | None = None) -> dict[str, Any]:
+def make_tiny(config: Config, recipe: Recipe | None = None, family: str = "deepseek") -> dict[str, Any]:
     """Make (or reuse) the warm-started tiny model at `config.model.path`.
 
     Returns:
@@ -80,7 +80,7 @@ def make_tiny(config: Config, recipe: Recipe | None = None) -> dict[str, Any]:
         TrainError: the model learned too little.
     """
     recipe = recipe or Recipe()
-    folder, architecture = Path(config.model.path), tiny_config()
+    folder, architecture = Path(config.model.path), FAMILIES[family]()
     made_by = {"recipe": asdict(recipe), "architecture": architecture, "task": config.task.model_dump(mode="json"), "seed": config.run.seed}
     key = xxhash.xxh3_64_hexdigest(json.dumps(made_by, sort_keys=True).encode())
     stamp = folder / _STAMP
@@ -106,6 +106,7 @@ def _settings(config: Config, recipe: Recipe, path: str) -> Config:
     train = config.train.model_copy(
         update={
             "dtype": "float32",
+            "mtp": "passed_through",
             "adam_beta2": recipe.adam_beta2,
             "weight_decay": recipe.weight_decay,
             "expert_bias_update_rate": recipe.expert_bias_update_rate,

@@ -55,7 +55,7 @@ def placed(model: list[torch.nn.Module], spec: ModelSpec, ranks: Ranks) -> list[
         ModelError: a parameter that the specification does not know.
     """
     known: dict[str, tuple[int, Entry]] = {}
-    for order, entry in enumerate(spec.entries()):
+    for order, entry in enumerate((*spec.entries(), *spec.mtp_entries())):
         known |= dict.fromkeys(entry.megatron_names, (order, entry))
     found, unknown = [], []
     for chunk in model:
@@ -76,7 +76,12 @@ def local_shards(model: list[torch.nn.Module], spec: ModelSpec, ranks: Ranks) ->
 
     The copy of a tied embedding that the last pipeline stage keeps as its output layer is left out.
     """
-    own = (item for item in placed(model, spec, ranks) if not (spec.tied_embeddings and item.name == "output_layer.weight"))
+    return shards_of(placed(model, spec, ranks), spec)
+
+
+def shards_of(items: list[Placed], spec: ModelSpec) -> list[Shard]:
+    """`local_shards` of what `placed` has found."""
+    own = (item for item in items if not (spec.tied_embeddings and item.name == "output_layer.weight"))
     return [Shard(item.entry, cut_padding(item, item.tensor.detach()), item.index, item.parts) for item in own]
 
 
@@ -86,17 +91,20 @@ def cut_padding(item: Placed, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[: shard_shape(param, item.index, item.parts)[0]] if param.is_vocabulary else tensor
 
 
-def load_hf(model: list[torch.nn.Module], spec: ModelSpec, folder: str | Path, ranks: Ranks) -> None:
+def load_hf(model: list[torch.nn.Module], spec: ModelSpec, folder: str | Path, ranks: Ranks, *, mtp: bool = False) -> None:
     """Fill this rank's weights from a Hugging Face folder, reading only this rank's slices.
 
     An optimizer that exists already must be told with `reload_model_params()`.
+
+    Args:
+        mtp: the model has a layer for multi-token prediction, and so must the folder.
 
     Raises:
         ModelError: files are missing, or names, shapes or types differ; all differences in one message, on every rank alike.
     """
     files = _open_all(Path(folder))
     try:
-        _check(files, spec, Path(folder))
+        _check(files, spec, Path(folder), mtp)
         for item in placed(model, spec, ranks):
             _fill(item, files)
     finally:
@@ -160,9 +168,9 @@ def _open_all(folder: Path) -> dict[str, Any]:
     return files
 
 
-def _check(files: dict[str, Any], spec: ModelSpec, folder: Path) -> None:
+def _check(files: dict[str, Any], spec: ModelSpec, folder: Path, mtp: bool) -> None:
     """Compare the folder with the specification: names, shapes, types."""
-    expected = {name: entry for entry in spec.entries() for name in entry.hf}
+    expected = {name: entry for entry in (*spec.entries(), *(spec.mtp_entries() if mtp else ())) for name in entry.hf}
     missing = [name for name in expected if name not in files]
     extra = [name for name, known in classify(spec, files).items() if known.role == "unknown" and not _beyond(name, spec)]
     wrong = []
@@ -187,7 +195,7 @@ def _check(files: dict[str, Any], spec: ModelSpec, folder: Path) -> None:
 
 
 def _beyond(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor belongs to a layer behind the decoder's: multi-token prediction, which training doesn't use."""
+    """Whether a tensor belongs to a layer behind the decoder's: multi-token prediction, which may be of another model's making."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= spec.layers
 

@@ -82,21 +82,22 @@ def microbatches(layout: Layout, vocabulary: int) -> list[Microbatch]:
     return made
 
 
-def build(folder: str, case: dict[str, Any], bias: str, ranks: megatron.Ranks) -> Job:
-    """The case's trainer with `replay.expert_bias = bias`, and this rank's rows."""
-    config = settings(folder, case, bias)
+def build(folder: str, case: dict[str, Any], bias: str, ranks: megatron.Ranks, **train: Any) -> Job:
+    """The case's trainer with `replay.expert_bias = bias` and further settings of `[train]`, and this rank's rows."""
+    config = settings(folder, case, bias, **train)
     made = trainer.build(config, read_spec(folder), ranks)
     everything = microbatches(made.layout, made.spec.vocab_size)
     share = everything[ranks.dp[0] :: ranks.dp[1]]
     if ranks.pp[1] > 1:
         share = equalise(share, ranks.sequence_multiple, made.layout)
-    job = Job(config, made, share, [one.size for one in everything], localise([cut(one, made.place) for one in share], ranks))
+    parts = [cut(one, made.place, ahead=config.train.mtp == "trained") for one in share]
+    job = Job(config, made, share, [one.size for one in everything], localise(parts, ranks))
     reduce_everywhere(job)
     return job
 
 
-def settings(folder: str, case: dict[str, Any], bias: str) -> Config:
-    train = {"dtype": case["dtype"], "device": "cpu", "lr": 1e-3, "grad_clip": 0.5, "expert_bias_update_rate": 1e-3}
+def settings(folder: str, case: dict[str, Any], bias: str, **train: Any) -> Config:
+    train = {"dtype": case["dtype"], "device": "cpu", "lr": 1e-3, "grad_clip": 0.5, "expert_bias_update_rate": 1e-3} | train
     parallel = case["parallel"] | {"timeout_s": 120}
     return Config(model={"path": folder}, train=train, parallel=parallel, megatron=case["megatron"], replay={"expert_bias": bias})
 

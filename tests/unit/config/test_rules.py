@@ -12,9 +12,9 @@ from moerl.errors import ConfigError
 from moerl.models import deepseek
 
 
-def check(*settings: str, world: int | None = None) -> list[str]:
+def check(*settings: str, world: int | None = None, started: int | None = None) -> list[str]:
     try:
-        load_config(["--model.path=m", *(f"--{setting}" for setting in settings)], world=world)
+        load_config(["--model.path=m", *(f"--{setting}" for setting in settings)], world=world, started=started)
     except ConfigError as error:
         return error.violations
     return []
@@ -30,9 +30,31 @@ def test_experts_have_a_product_of_their_own() -> None:
     assert "4 trainer ranks cannot be split into groups of etp 1 x ep 4 x pp 2 = 8" in message
 
 
-def test_world_of_a_launcher_counts_instead() -> None:
+def test_another_world_may_be_planned_for() -> None:
     assert check("parallel.tp=2", world=4) == []
     assert len(check("parallel.tp=2", "parallel.nproc_per_node=2", world=3)) == 1
+
+
+def test_machines_times_ranks_on_each_are_the_world() -> None:
+    assert check("parallel.nodes=2", "parallel.nproc_per_node=3", "parallel.tp=2", "parallel.cp=3") == []
+    (message,) = check("parallel.nodes=3", "parallel.nproc_per_node=3", "parallel.tp=2")
+    assert "9 trainer ranks cannot be split into groups of tp 2 x pp 1 x cp 1 = 2" in message
+    (message,) = check("parallel.nodes=0", "parallel.tp=2")
+    assert message.startswith("parallel.nodes: expected a number above 0")
+
+
+def test_a_launcher_must_start_as_many_ranks_as_the_settings_say() -> None:
+    settings = ("parallel.nodes=2", "parallel.nproc_per_node=8")
+    assert check(*settings, started=16) == []
+    (message,) = check(*settings, started=8)
+    assert "the launcher has started 8 trainer ranks (WORLD_SIZE), expected parallel.nodes 2 x parallel.nproc_per_node 8 = 16" in message
+    assert "torchrun's --nnodes and --nproc-per-node" in message
+    assert check(started=1) == []
+    assert [text.split(":")[0] for text in check("parallel.tp=3", "rollout.group_size=1", started=2)] == [
+        "parallel",
+        "parallel",
+        "rollout.group_size 1",
+    ]
 
 
 @pytest.mark.parametrize("sizes", ["tp=2", "pp=2", "cp=2", "ep=2", "etp=2"])
@@ -76,6 +98,13 @@ def test_sizes_that_factor(sizes: str) -> None:
         (["megatron.moe_router_fusion=true"], "megatron.moe_router_fusion must be false: the fused router returns before"),
         (["megatron.moe_router_fusion=true", "replay.actor=off"], "or let no pass replay or count routes: replay.actor"),
         (["megatron.moe_expert_capacity_factor=1.0"], "a capacity drops experts"),
+        (
+            ["megatron.overlap_moe_expert_parallel_comm=true", "train.mtp=frozen"],
+            "megatron.overlap_moe_expert_parallel_comm must be false: its schedule would run the layer as one more of the decoder's",
+        ),
+        (["train.mtp=drop"], "train.mtp"),
+        (["train.mtp=trained", "train.mtp_loss_weight=0"], "train.mtp_loss_weight"),
+        (["megatron.mtp_num_layers=1"], "megatron.mtp_num_layers cannot be set: set train.mtp"),
         (
             ["megatron.moe_router_fusion=true", "replay.actor=off", "diagnostics.mismatch_every_steps=0", "replay.expert_bias=native"],
             "replay.expert_bias and replay.aux_loss 'frozen'",
@@ -152,6 +181,8 @@ def test_kept_rule(settings: list[str]) -> None:
         (["objective.icepop_low=0.4"], "objective.icepop_low has no effect with objective.correction = 'tis'"),
         (["task.kind=jsonl", "task.path=x", "task.name=gcd"], "task.name has no effect"),
         (["task.path=x"], "task.path has no effect"),
+        (["train.mtp_loss_weight=0.3"], "train.mtp_loss_weight has no effect with train.mtp = 'passed_through'"),
+        (["train.mtp=frozen", "train.mtp_loss_weight=0.3"], "train.mtp_loss_weight has no effect with train.mtp = 'frozen'"),
         (["train.expert_bias_update_rate=0.01"], "train.expert_bias_update_rate has no effect with replay.expert_bias = 'frozen'"),
         (["replay.reference=rollout"], "replay.reference has no effect with objective.kl_coef = 0.0"),
         (["diagnostics.mismatch_every_steps=0", "replay.evaluation=rollout"], "has no effect with diagnostics.mismatch_every_steps = 0"),
@@ -181,6 +212,13 @@ def fit(**sections: dict) -> list[str]:
 
 def test_model_that_fits() -> None:
     assert fit(parallel={"tp": 2, "pp": 5, "ep": 8}, engine={"tp": 4}) == []
+
+
+@pytest.mark.parametrize("mtp", ["frozen", "trained"])
+def test_a_model_without_multi_token_prediction_builds_no_layer_for_it(mtp: str) -> None:
+    (message,) = fit(train={"mtp": mtp})
+    assert f"train.mtp: '{mtp}' asks for a layer for multi-token prediction, but m/config.json announces none" in message
+    assert model_problems(Config(model={"path": "m"}, train={"mtp": mtp}), deepseek.spec(tiny_config(mtp=True))) == []
 
 
 def test_fewer_layers_than_stages() -> None:

@@ -23,9 +23,11 @@ CONFIGS = {
     "deepseek_v3 mtp": tiny_config(**_SIZES, topk=2, groups=2, group_topk=1) | {"num_nextn_predict_layers": 1},
     "deepseek_v3 plain queries": tiny_config(**_SIZES, topk=2, groups=2, group_topk=1) | {"q_lora_rank": None},
     "deepseek_v2": tiny_deepseek_v2_config(**_SIZES, topk=2, groups=2, group_topk=1),
+    "deepseek_v2 lite": tiny_deepseek_v2_config(**_SIZES, topk=2, groups=1, group_topk=1),
     "qwen3": tiny_qwen3_config(**_GROUPED),
     "qwen3 tied": tiny_qwen3_config(**_GROUPED) | {"tie_word_embeddings": True, "mlp_only_layers": [1]},
     "glm4": tiny_glm4_config(**_GROUPED),
+    "glm4 air": tiny_glm4_config(**_GROUPED, qk_norm=False),
     "glm4 mtp": tiny_glm4_config(**_GROUPED) | {"num_nextn_predict_layers": 1},
 }
 SMALL = Limits(workers=2, chunk_elements=3000, file_bytes=100_000)

@@ -17,6 +17,7 @@ table = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(table)
 
 README = table.README.read_text()
+CLUSTER = (ROOT / "recipes" / "cluster.sh").read_text()
 SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
 
 
@@ -51,10 +52,11 @@ def test_a_recipe_is_valid_bash_with_settings_that_exist_and_is_explained(script
 def test_machines_of_a_recipe_are_those_of_its_settings(job: str) -> None:
     settings = load_config(["@", str(ROOT / "configs" / f"{job}.toml")])
     text = (ROOT / "recipes" / f"{job}.sh").read_text()
-    engines = settings.engine.count * settings.engine.tp
+    parallel, engines = settings.parallel, settings.engine.count * settings.engine.tp
     if machines := re.search(r"TRAINER_NODES=(\d+)", text):
-        assert int(machines[1]) * 8 == settings.parallel.nproc_per_node
-        assert f"# {(settings.parallel.nproc_per_node + engines) // 8} machines of 8 GPUs" in text
-        assert f"{engines // 8} run engines" in text
+        assert int(machines[1]) == parallel.nodes > 1
+        assert f"--nproc-per-node={parallel.nproc_per_node} " in CLUSTER
+        assert f"# {parallel.nodes + engines // 8} machines of 8 GPUs: the first {parallel.nodes} train, {engines // 8} run engines" in text
     else:
-        assert settings.parallel.nproc_per_node + engines == 8
+        assert parallel.nodes == 1
+        assert parallel.nproc_per_node + engines == 8

@@ -61,6 +61,17 @@ def holds(engine, tensors, engine_tensors):
     )
 
 
+def test_a_drafting_engine_that_nobody_can_update_is_named(make_link, make_sync, tensors, shards_of, engine_tensors, caplog):
+    """Its draft keeps the bytes that it has; all else arrives."""
+    link = make_link(1, 1)
+    (rank,) = link.engines[0].ranks
+    rank["draft.model.enorm.weight"] = torch.full((32,), 0.5)
+    make_sync(link).push(shards_of(tensors), 1)
+    assert "engines draft with a layer that the trainer does not hold (train.mtp)" in caplog.text
+    assert torch.equal(rank.pop("draft.model.enorm.weight"), torch.full((32,), 0.5))
+    assert holds(link.engines[0], tensors, engine_tensors)
+
+
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
 @pytest.mark.parametrize(("engines", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_the_direct_way_gives_every_rank_its_own_bytes(make_link, make_sync, tensors, shards_of, engine_tensors, engines, tp, transport):
