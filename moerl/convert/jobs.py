@@ -27,8 +27,8 @@ import xxhash
 from moerl.errors import CheckpointError, MoerlError
 
 _READ_BYTES = 1 << 22
-_WRITE_BYTES = 1 << 18
-"""So few that they are still in a core's cache when the second of checksum and file gets them."""
+_WRITE_BYTES = 1 << 20
+"""So few that they are still in a core's cache when the second of file and checksum gets them."""
 _SPARE_BYTES = 64 << 20
 """Left free on the disk, for metadata and for others."""
 
@@ -166,15 +166,17 @@ def run(folder: Path, jobs: Sequence[Job], workers: int, advance: Callable[[int]
             raise _Stopped
         advance(count)
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
-        running = [pool.submit(_write, folder, job, told) for job in left]
+    # A worker goes on while what it wrote goes to the disk.
+    with ThreadPoolExecutor(workers, "convert") as writers, ThreadPoolExecutor(workers, "flush") as flushers:
+        writing = [writers.submit(_write, folder, job, told) for job in left]
         try:
-            for done in as_completed(running):
+            flushing = [flushers.submit(_flush, folder, *done.result()) for done in as_completed(writing)]
+            for done in as_completed(flushing):
                 written = done.result()
                 finished[written.name] = written
         except BaseException:
             stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+            writers.shutdown(wait=True, cancel_futures=True)
             raise
     return [finished[job.name] for job in jobs]
 
@@ -183,15 +185,25 @@ class _Stopped(Exception):
     """This file is given up because another could not be written, or because of Ctrl-C."""
 
 
-def _write(folder: Path, job: Job, advance: Callable[[int], None]) -> Written:
+def _write(folder: Path, job: Job, advance: Callable[[int], None]) -> tuple[Job, Output, Any]:
+    """A job, its file, filled and still open, and its result."""
     output = Output(folder / job.name, advance)
     try:
         with _explained(folder, job, output):
-            result = job.write(output)
+            return job, output, job.write(output)
+    except BaseException:
+        output.close()
+        raise
+
+
+def _flush(folder: Path, job: Job, output: Output, result: Any) -> Written:
+    """Have a filled file on the disk, and then its entry in the journal."""
+    try:
+        with _explained(folder, job, output):
             os.fsync(output.fileno())
-        written = Written(job.name, output.tell(), output.checksum, result, False)
     finally:
         output.close()
+    written = Written(job.name, output.tell(), output.checksum, result, False)
     _put(_entry(folder, job.name), {"nbytes": written.nbytes, "checksum": written.checksum, "result": result})
     return written
 

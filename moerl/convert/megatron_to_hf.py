@@ -35,8 +35,8 @@ from moerl.numerics.fp8 import Block, quantise_blocks
 Format = Literal["keep", "bfloat16", "float32", "fp8"]
 _STRIP_ELEMENTS = 1 << 22
 """Elements that are quantised together, roughly."""
-_READ_ELEMENTS = 1 << 19
-"""Elements that are read together, roughly: few enough to be still in a core's cache when they are written."""
+_READ_ELEMENTS = 1 << 21
+"""Elements that are read together, roughly: few enough to be still in a cache when they are written."""
 
 
 @dataclass(frozen=True)
