@@ -31,7 +31,9 @@ namespace {
 constexpr i64 kGroup = 64; // chunks that a thread takes at a time: at most 1 MiB
 constexpr i64 kLong = 256; // bytes of a run from which on it is copied with `copy_long`
 constexpr i64 kLine = 64;
-constexpr i64 kPast = 1024;  // bytes of a run from which on it is written with `copy_past`, if it is one that leaves the bucket
+constexpr i64 kPast = 1024;  // bytes of a run from which on it is written with `copy_past`, where that is wanted
+constexpr i64 kCached = 32 << 20;  // bytes of a bucket that may still be in a cache when it is read; a larger one is written past them
+constexpr i64 kBlock = 4096;  // bytes that are cast together before they are written past the caches
 constexpr i64 kAhead = 8;  // lines of the next run that are fetched ahead
 
 // Of any alignment, and aliasing anything.
@@ -68,7 +70,7 @@ MOERL_WIDE void copy_long(u8* __restrict dst, const u8* __restrict src, i64 byte
 // Past the caches: to where nothing is read soon, such as a weight, so that its lines are not fetched only to be overwritten.
 void copy_past(u8* __restrict dst, const u8* __restrict src, i64 bytes) {
 #ifdef __SSE2__
-  const i64 lead = -reinterpret_cast<std::intptr_t>(dst) & (kLine - 1);
+  const i64 edge = -reinterpret_cast<std::intptr_t>(dst) & (kLine - 1), lead = edge < bytes ? edge : bytes;
   std::memcpy(dst, src, static_cast<std::size_t>(lead));
   for (dst += lead, src += lead, bytes -= lead; bytes >= kLine; bytes -= kLine, dst += kLine, src += kLine) {
     const auto* from = reinterpret_cast<const __m128i*>(src);
@@ -139,9 +141,22 @@ void copy_rows(const Rows& r) {
   }
 }
 
+template <i64 kFrom, i64 kTo, class Cast>
+void cast_past(u8* dst, const u8* src, i64 count, Cast cast) {
+  alignas(kLine) u8 block[kBlock];
+  while (count > 0) {
+    const i64 units = count < kBlock / kTo ? count : kBlock / kTo;
+    cast(block, src, units);
+    copy_past(dst, block, units * kTo);
+    dst += units * kTo;
+    src += units * kFrom;
+    count -= units;
+  }
+}
+
 template <bool kNarrow>
 void cast_rows(const Rows& r) {
-  constexpr i64 kFrom = kNarrow ? 4 : 2;
+  constexpr i64 kFrom = kNarrow ? 4 : 2, kTo = kNarrow ? 2 : 4;
   constexpr auto cast = kNarrow ? narrow_run : widen_run;
   if (r.count == 1) {
     for (i64 i = 0; i < r.rows; ++i) {
@@ -154,7 +169,10 @@ void cast_rows(const Rows& r) {
   }
   for (i64 i = 0; i < r.rows; ++i) {
     if (i + 1 < r.rows) fetch(r.src + (i + 1) * r.src_step, r.count * kFrom);
-    cast(r.dst + i * r.dst_step, r.src + i * r.src_step, r.count);
+    u8* dst = r.dst + i * r.dst_step;
+    const u8* src = r.src + i * r.src_step;
+    if (r.past && r.count * kTo >= kPast) cast_past<kFrom, kTo>(dst, src, r.count, cast);
+    else cast(dst, src, r.count);
   }
 }
 
@@ -165,6 +183,7 @@ struct Job {
   u8* const* tensors;
   u8* bucket;
   bool pack;
+  bool past;  // the caches: what is written is not read soon, or is too much to stay in one
 };
 
 void move_span(const Job& job, const Box& box, Span span) {
@@ -181,7 +200,8 @@ void move_span(const Job& job, const Box& box, Span span) {
       count = left;
     }
     const i64 flat_step = count * box.bucket_bytes, step = box.strides[kDims - 1];
-    const Rows r = job.pack ? Rows{flat, flat_step, spot, step, rows, count, false} : Rows{spot, step, flat, flat_step, rows, count, true};
+    const Rows in{flat, flat_step, spot, step, rows, count, job.past}, out{spot, step, flat, flat_step, rows, count, job.past};
+    const Rows& r = job.pack ? in : out;
     if (box.tensor_bytes == box.bucket_bytes) copy_rows(r);
     else if ((box.tensor_bytes == 4) == job.pack) cast_rows<true>(r);
     else cast_rows<false>(r);
@@ -217,7 +237,8 @@ int pack_interface() { return moerl::kInterface; }
 // Into the bucket if `pack`, else out of it.
 void pack_move(const moerl::Box* boxes, const std::int32_t* owners, std::int64_t chunks, std::uint8_t* const* tensors,
                std::uint8_t* bucket, int pack, int threads) {
-  const moerl::Job job{boxes, owners, chunks, tensors, bucket, pack != 0};
+  const bool past = !pack || chunks * moerl::kChunkBytes > moerl::kCached;
+  const moerl::Job job{boxes, owners, chunks, tensors, bucket, pack != 0, past};
   const std::int64_t groups = (chunks + moerl::kGroup - 1) / moerl::kGroup;
   if (threads > groups) threads = static_cast<int>(groups);
   std::atomic<std::int64_t> next{0};

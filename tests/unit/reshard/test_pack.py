@@ -100,7 +100,7 @@ def test_threads_agree_with_the_reference(case: Case) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(("rows", "columns", "skew"), [(1200, 1024, 0), (1201, 1001, 1), (5, 1 << 18, 3), (400000, 3, 0)])
+@pytest.mark.parametrize(("rows", "columns", "skew"), [(1200, 1024, 0), (1201, 1001, 1), (5, 1 << 18, 3), (400000, 3, 0), (9001, 2003, 5)])
 @pytest.mark.parametrize(("dtype", "bucket_dtype"), [(BF16, BF16), (F32, BF16), (BF16, F32)])
 def test_threads_share_what_is_large(rows: int, columns: int, skew: int, dtype: torch.dtype, bucket_dtype: torch.dtype) -> None:
     across = columns + 64
