@@ -170,8 +170,11 @@ def _make_job(asked: Asked, model: tuple[str, ...]) -> Job:
     config = _load(settings, world)
     if config.engine.model_path and model:
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"model_path": config.model.path})})
-    if config.engine.model_path and not (Path(config.engine.model_path) / "config.json").is_file():
-        raise ConfigError(f"engine.model_path {config.engine.model_path} has no config.json, which says in what precision engines serve")
+    folders = {"model.path": config.model.path, "engine.model_path": config.engine.model_path}
+    if absent := [f"{name} {path}" for name, path in folders.items() if path and not (Path(path) / "config.json").is_file()]:
+        raise ConfigError(
+            [f"{one} has no config.json; put the model there, or plan with its config alone: --hf CONFIG.json" for one in absent]
+        )
     job = job_of(
         config,
         read_spec(config.model.path),

@@ -144,7 +144,11 @@ def test_options_need_sensible_values(words: list[str], message: str) -> None:
         (["--response-tokens=1e6", "--imbalance=0.5"], ["rollout.max_new_tokens = 512", "--imbalance is busiest over mean"]),
         (["--gbps-per-rank=0"], ["--gbps-per-rank must be above 0, got 0"]),
         (["--trainer", "tp=2,xp=2", "--engine=tp=0"], ["--trainer: expected tp=N", "got 'xp=2'", "--engine: expected tp=N", "got 'tp=0'"]),
-        (["--engine.model_path", "nowhere"], ["engine.model_path nowhere has no config.json"]),
+        (["--engine.model_path", "nowhere"], ["engine.model_path nowhere has no config.json", "--hf CONFIG.json"]),
+        (
+            ["--model.path", "neither", "--engine.model_path", "nor"],
+            ["model.path neither has no config.json", "engine.model_path nor has no config.json"],
+        ),
     ],
 )
 def test_all_wrong_options_are_named(config: str, capsys: Captured, words: list[str], messages: list[str]) -> None:
