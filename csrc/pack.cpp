@@ -17,7 +17,9 @@
 
 // Loops that are compiled once for each instruction set, chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__has_attribute)
-#if __has_attribute(target_clones)
+#if __has_attribute(target_clones) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define MOERL_WIDE __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#elif __has_attribute(target_clones)
 #define MOERL_WIDE __attribute__((target_clones("avx2", "default")))
 #endif
 #endif

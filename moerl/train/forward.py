@@ -29,7 +29,7 @@ from moerl.train.megatron import Ranks, unwrap
 from moerl.train.vocabulary import logprob_and_entropy, logprobs_within
 
 if TYPE_CHECKING:
-    from moerl.train.layers import Packing
+    from moerl.train.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def localise(parts: Sequence[Part], ranks: Ranks) -> list[LocalMicrobatch]:
 
 
 def _localise(part: Part, number: int, ranks: Ranks) -> LocalMicrobatch:
-    from moerl.train.layers import pack
+    from moerl.train.packing import pack
 
     device = ranks.torch_device
 

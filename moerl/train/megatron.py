@@ -1,6 +1,7 @@
 """Megatron's set-up: process groups, model, optimizer, tear-down. Importing it prepares nothing; `initialise` does.
 
-Megatron itself is imported inside functions only, here and in all modules but `layers` and `mtp`: the platform must be ready first.
+Megatron itself is imported inside functions only, here and in all modules but `layers`, `packing` and `mtp`, since the platform must be
+ready first.
 
     initialise -> Ranks -> build_model -> chunks --(weights.load_hf)--> build_optimizer -> forward.forward_backward
                                                                                         -> optimizer_step

@@ -22,7 +22,7 @@ from moerl.train import megatron
 
 def logits(model: torch.nn.Module, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
     """float32[token, vocabulary] of each sequence, from one packed pass through Megatron's model and its own head."""
-    from moerl.train.layers import pack
+    from moerl.train.packing import pack
 
     lengths = [len(sequence) for sequence in sequences]
     ends = np.array([0, *accumulate(lengths)], np.int32)

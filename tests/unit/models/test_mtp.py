@@ -88,7 +88,7 @@ def test_megatron_has_the_parameters_of_the_table(made) -> None:
 @torch.no_grad()
 def test_megatron_computes_what_transformers_does(made) -> None:
     """From the embeddings and hidden states of 11 tokens to the final norm: whatever the order of `eh_proj`'s columns, it is one."""
-    from moerl.train.layers import pack
+    from moerl.train.packing import pack
 
     spec, folder, model = made
     stored, held, length = unsettled(folder), tensors(model), 11
