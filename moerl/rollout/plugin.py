@@ -1,7 +1,7 @@
 """What moerl adds inside SGLang's processes: the only module that imports SGLang.
 
-SGLang calls `register` in every process it starts (entry point group `sglang.srt.plugins`, name `moerl`). The processes that
-hold a model get
+SGLang calls `register` in every process it starts (entry point group `sglang.srt.plugins`, name `moerl`). No process outlives the one
+that started it. The processes that hold a model get
 
 - checksums of every tensor a forward pass reads: MLA's `w_kc` and `w_vc` are derived from `kv_b_proj` and SGLang's
   `/weights_checker` leaves them out, so a rebuild that was forgotten would go unnoticed;
@@ -13,7 +13,11 @@ hold a model get
 SGLang logs and swallows exceptions of plugins: the missing mark is what makes a failure here visible.
 """
 
+import ctypes
 import hashlib
+import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,12 +28,14 @@ if TYPE_CHECKING:
 MARK = "moerl"
 VERSION = 1
 _MODEL_PROCESS = "sglang.srt.managers.scheduler"
+_PR_SET_PDEATHSIG = 1
 _DERIVED = ("w_kc", "w_vc")
 _MAX_PADDING = 4
 
 
 def register() -> None:
-    """Entry point. Does nothing in processes that hold no model (HTTP, detokenizer): they have not imported the scheduler."""
+    """Entry point. Adds nothing to processes that hold no model (HTTP, detokenizer): they have not imported the scheduler."""
+    _die_with_parent()
     if _MODEL_PROCESS not in sys.modules:
         return
     import torch
@@ -42,6 +48,15 @@ def register() -> None:
         _support_cpu()
         decode = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
         HookRegistry.register(decode, _decode, HookType.AROUND)
+
+
+def _die_with_parent() -> None:
+    """SGLang asks the kernel to end its processes with their parent, but that comes too late for a parent that is gone by then."""
+    if (parent := multiprocessing.parent_process()) is None:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not parent.is_alive():
+        os._exit(1)
 
 
 def hash_tensor(tensor: "torch.Tensor") -> str:

@@ -1,7 +1,9 @@
-"""Parts of the plugin that need no SGLang: the hash and the derived tensors."""
+"""Parts of the plugin that need no SGLang: the hash, the derived tensors, the end of a process without a parent."""
 
 import hashlib
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,3 +77,34 @@ def test_the_kernel_stand_in_has_cpu_names_only_and_says_what_is_missing():
     with pytest.raises(RuntimeError, match="verify_tree_greedy_cpu needs SGLang's compiled CPU kernels"):
         module.verify_tree_greedy_cpu()
     assert not hasattr(module, "topk_sigmoid")
+
+
+PARENT = """
+import multiprocessing, os, sys, time
+from moerl.rollout import plugin
+
+def child():
+    print(os.getpid(), flush=True)
+    parent = os.getppid()
+    while os.getppid() == parent:  # as if it were still importing
+        time.sleep(0.01)
+    plugin.register()
+    print("lives on", flush=True)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=child).start()
+    time.sleep(60)
+"""
+
+
+def test_a_process_whose_parent_died_before_it_was_ready_ends(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    env = os.environ | {"PYTHONPATH": str(Path(plugin.__file__).parents[2])}
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    said, _ = parent.communicate(timeout=60)  # until the child has closed it too
+    assert said == ""
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2]
