@@ -6,6 +6,7 @@ Both ranks make the same calls in the same order; seconds are those of rank 0, w
 """
 
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ from moerl.rollout.server import EngineServer
 from moerl.train import platform
 
 TIMEOUT_S = sync_peer.TIMEOUT_S
+_PACED = 1.2
+"""How many times as much as it should a slow wire may seem to carry, since each connection may begin with a burst."""
 
 
 def main(folder: Path) -> None:
@@ -250,6 +253,11 @@ def side_by_side(settings: Settings, pushes: Pushes, others: Others) -> tuple[di
     planned = others.plan.summary().nbytes
     if (sent := reports["direct"].moved.wire_nbytes) != planned:
         raise ReshardError(f"the direct way sent {sent} bytes, but the plan that is measured against has {planned}")
+    if (carried := planned * 8e-9 / statistics.median(paced["transport"])) > _PACED * settings.wire_gbit_per_s:
+        raise ReshardError(
+            f"a wire of {settings.wire_gbit_per_s:g} Gbit/s carried {carried:.1f}: this system does not pace connections within the "
+            "machine; measure on another one"
+        )
     nbytes = {
         "direct": sent,
         # What rank 0 lacks is gathered there, then all is broadcast.

@@ -8,7 +8,6 @@ import io
 import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,6 @@ class Place:
         return tensor
 
 
-@lru_cache(maxsize=1 << 12)
 def locate(path: Path, at: int, nbytes: int) -> Place | None:
     """Where the elements of the tensor in the bytes `at` to `at` + `nbytes` of a file are; None if only `torch.load` can read it.
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from moerl.convert.saved import load_tensor, locate
+from moerl.convert.saved import Place, load_tensor, locate
 from moerl.errors import CheckpointError
 
 _TRAINING = ("optimizer", "chained_", "rng", "opt_param_scheduler")
@@ -32,6 +32,7 @@ class Checkpoint:
     tensors: name -> shape, type and chunks of every tensor of the model.
     largest: name -> elements of its largest chunk.
     by_expert: name and first index -> the chunks that hold it, of tensors with three axes.
+    places: name and offset of a chunk -> where its elements are, of those that were looked at; None if only torch can read it.
     """
 
     folder: Path
@@ -39,6 +40,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorStorageMetadata]
     largest: Mapping[str, int] = field(repr=False)
     by_expert: Mapping[tuple[str, int], list[ChunkStorageMetadata]] = field(repr=False)
+    places: dict[tuple[str, torch.Size], Place | None] = field(default_factory=dict, repr=False)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -100,7 +102,7 @@ def can_be_cut(checkpoint: Checkpoint, key: str, first: int) -> bool:
         CheckpointError: a file cannot be read.
     """
     offsets = (chunk.offsets for chunk in _near(checkpoint, key, first))
-    return all(_read(checkpoint, key, offset, locate) is not None for offset in offsets)
+    return all(_place(checkpoint, key, offset) is not None for offset in offsets)
 
 
 def _near(checkpoint: Checkpoint, key: str, first: int) -> Sequence[ChunkStorageMetadata]:
@@ -111,10 +113,17 @@ def _near(checkpoint: Checkpoint, key: str, first: int) -> Sequence[ChunkStorage
 
 def _load(checkpoint: Checkpoint, key: str, offset: torch.Size, inside: torch.Size, lengths: torch.Size) -> torch.Tensor:
     """A box of the chunk at `offset`: `lengths` elements from `inside` on."""
-    place = _read(checkpoint, key, offset, locate)
+    place = _place(checkpoint, key, offset)
     if place is None or (first := _contiguous(place.shape, inside, lengths)) is None:
         return _read(checkpoint, key, offset, load_tensor)[_span(inside, lengths)]
     return _read(checkpoint, key, offset, lambda *_: place.read(first, tuple(lengths)))
+
+
+def _place(checkpoint: Checkpoint, key: str, offset: torch.Size) -> Place | None:
+    """Where the elements of the chunk at `offset` are."""
+    if (key, offset) not in checkpoint.places:
+        checkpoint.places[key, offset] = _read(checkpoint, key, offset, locate)
+    return checkpoint.places[key, offset]
 
 
 def _contiguous(shape: Sequence[int], inside: Sequence[int], lengths: Sequence[int]) -> int | None:

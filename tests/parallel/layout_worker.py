@@ -290,11 +290,12 @@ def run(folder: str, case: dict[str, Any]) -> Arrays | None:
         megatron.shutdown()
 
 
-def main() -> None:
+def main(work: Callable[[str, dict[str, Any]], Arrays | None]) -> None:
+    """Do every case, on this rank; rank 0 writes what it found, and any rank why it failed."""
     models, out, cases = sys.argv[1:]
     for name, case in json.loads(Path(cases).read_text()).items():
         try:
-            found = run(f"{models}/{case['model']}", case)
+            found = work(f"{models}/{case['model']}", case)
         except Exception:
             Path(out, f"{name}.rank{os.environ['RANK']}.error").write_text(traceback.format_exc())
             raise
@@ -303,4 +304,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

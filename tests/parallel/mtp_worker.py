@@ -10,11 +10,6 @@ OUT_FOLDER/<name>.npz with arrays named kind/name, gathered to whole tensors:
     disturbed               how many elements of all other gradients differ from those of a model without the layer; of which there are "of"
 """
 
-import json
-import os
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +19,7 @@ from moerl.reshard.gather import gather_hf
 from moerl.train import megatron, weights
 from moerl.train.forward import forward_backward
 from tests.parallel.layout_job import Job, build, everywhere, gradients, settings, summed
-from tests.parallel.layout_worker import PASSES, loss
+from tests.parallel.layout_worker import PASSES, loss, main
 
 WEIGHT = 0.3
 
@@ -73,17 +68,5 @@ def run(folder: str, case: dict[str, Any]) -> dict[str, Any] | None:
         megatron.shutdown()
 
 
-def main() -> None:
-    models, out, cases = sys.argv[1:]
-    for name, case in json.loads(Path(cases).read_text()).items():
-        try:
-            found = run(f"{models}/{case['model']}", case)
-        except Exception:
-            (Path(out) / f"{name}-{os.environ['RANK']}.error").write_text(traceback.format_exc())
-            raise
-        if found is not None:
-            np.savez(Path(out) / f"{name}.npz", **found)
-
-
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -2,12 +2,16 @@
 
 import io
 import pickle
+from math import prod
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moerl.convert import saved
 from moerl.convert.saved import load_tensor
+from moerl.convert.stored import _contiguous
 
 BEFORE, AFTER = b"something else", b"and more"
 PLAIN = {
@@ -73,3 +77,27 @@ def test_nothing_but_tensors_is_built(tmp_path) -> None:
     where = written(tmp_path / "file", Evil())
     with pytest.raises(pickle.UnpicklingError):
         load_tensor(tmp_path / "file", *where)
+
+
+@st.composite
+def boxes(draw) -> tuple[list[int], list[int], list[int]]:
+    """(shape, first index, length) by axis."""
+    shape = draw(st.lists(st.integers(1, 5), max_size=4))
+    inside = [draw(st.integers(0, size - 1)) for size in shape]
+    return shape, inside, [draw(st.integers(1, size - at)) for size, at in zip(shape, inside, strict=True)]
+
+
+@given(boxes())
+def test_a_part_is_read_alone_exactly_if_its_elements_lie_together(box) -> None:
+    shape, inside, lengths = box
+    whole = torch.arange(prod(shape)).reshape(shape)
+    wanted = whole[tuple(slice(at, at + length) for at, length in zip(inside, lengths, strict=True))]
+    first, together = _contiguous(shape, inside, lengths), bool((wanted.flatten().diff() == 1).all())
+    assert (first is not None) == together
+    assert first is None or whole.flatten()[first : first + wanted.numel()].reshape(lengths).equal(wanted)
+
+
+def test_a_part_of_a_place_is_read_from_its_first_element_on(tmp_path) -> None:
+    value = torch.randn(6, 4).to(torch.bfloat16)
+    place = saved.locate(tmp_path / "file", *written(tmp_path / "file", value))
+    assert place.read(8, (2, 4)).equal(value[2:4])

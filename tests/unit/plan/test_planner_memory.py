@@ -58,7 +58,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
 
 def measure(family: str, world: int, sizes: dict[str, int], dtype: str, folder: Path) -> Measured:
     spec = write_tiny(folder, CONFIGS[family], seed=1)
-    config = Config(model={"path": str(folder)}, train={"dtype": dtype, "device": "cpu"}, parallel=sizes)
+    return bytes_held(spec, Config(model={"path": str(folder)}, train={"dtype": dtype, "device": "cpu"}, parallel=sizes), world)
+
+
+def bytes_held(spec: ModelSpec, config: Config, world: int) -> Measured:
+    """Of rank 0."""
     with fake_ranks(config, world) as ranks:
         model = megatron.build_model(spec, config, ranks)
         optimizer = megatron.build_optimizer(model, config)
@@ -66,7 +70,7 @@ def measure(family: str, world: int, sizes: dict[str, int], dtype: str, folder: 
         (chunk,) = model
         weights = sum(tensor.nbytes for tensor in (*chunk.parameters(), *megatron.unwrap(chunk).buffers()) if tensor.dim())
         gradients = sum(buffer.grad_data.nbytes for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
-        return Measured(weights, gradients, sum(state_bytes(part, dtype) for part in optimizer.chained_optimizers))
+        return Measured(weights, gradients, sum(state_bytes(part, config.train.dtype) for part in optimizer.chained_optimizers))
 
 
 def state_bytes(part, dtype: str) -> int:

@@ -12,9 +12,8 @@ from moerl.plan import trainer
 from moerl.plan.assumptions import Assumptions
 from moerl.plan.estimate import job_of, plan_sync
 from moerl.plan.holdings import check_holdings
-from moerl.train import megatron
 from moerl.train.meta import build_rank
-from tests.unit.plan.test_planner_memory import fake_ranks, state_bytes
+from tests.unit.plan.test_planner_memory import bytes_held
 
 CONFIGS = {"deepseek_v3": tiny_config(mtp=True), "glm4_moe": tiny_glm4_config(mtp=True)}
 MODES = ("passed_through", "frozen", "trained")
@@ -28,19 +27,12 @@ def config_of(mtp: str, path: str = "unused", **parallel: int) -> Config:
 @pytest.mark.parametrize("mtp", MODES)
 def test_weights_gradients_and_optimizer_are_what_megatron_holds(mtp: str, family: str, tmp_path: Path) -> None:
     spec, config = write_tiny(tmp_path, CONFIGS[family], seed=1), config_of(mtp, str(tmp_path))
-    with fake_ranks(config, 1) as ranks:
-        model = megatron.build_model(spec, config, ranks)
-        optimizer = megatron.build_optimizer(model, config)
-        megatron.optimizer_step(optimizer, 0.0)
-        (chunk,) = model
-        weights = sum(tensor.nbytes for tensor in (*chunk.parameters(), *megatron.unwrap(chunk).buffers()) if tensor.dim())
-        gradients = sum(buffer.grad_data.nbytes for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
-        state = sum(state_bytes(part, "bfloat16") for part in optimizer.chained_optimizers)
+    measured = bytes_held(spec, config, 1)
     job = job_of(config, spec, 1, Assumptions())
     (parts,) = trainer.stage_memory(spec, job.trainer, trainer.training_of(config, job.assumptions))
-    assert parts["weights"] == pytest.approx(weights, rel=0.001)
-    assert parts["gradients"] == pytest.approx(gradients, rel=0.05)
-    assert parts["optimizer"] == pytest.approx(state, rel=0.05)
+    assert parts["weights"] == pytest.approx(measured.weights, rel=0.001)
+    assert parts["gradients"] == pytest.approx(measured.gradients, rel=0.05)
+    assert parts["optimizer"] == pytest.approx(measured.optimizer, rel=0.05)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
