@@ -14,6 +14,8 @@ import datetime
 import itertools
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -290,24 +292,24 @@ def build_model(spec: ModelSpec, config: Config, ranks: Ranks, *, trainable: boo
     chunks = []
     for number in range(ranks.vpp):
         stage = number if ranks.vpp > 1 else None
-        chunk = GPTModel(
-            config=settings,
-            transformer_layer_spec=block_spec(settings, stage),
-            vocab_size=vocab,
-            max_sequence_length=spec.hf_config["max_position_embeddings"],
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=spec.tied_embeddings,
-            position_embedding_type="rope",
-            **spec.megatron_model,
-            vp_stage=stage,
-        )
+        with no_global_routers():
+            chunk = GPTModel(
+                config=settings,
+                transformer_layer_spec=block_spec(settings, stage),
+                vocab_size=vocab,
+                max_sequence_length=spec.hf_config["max_position_embeddings"],
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                share_embeddings_and_output_weights=spec.tied_embeddings,
+                position_embedding_type="rope",
+                **spec.megatron_model,
+                vp_stage=stage,
+            )
         # The head masks the columns beyond it (`forward`).
         chunk.moerl_vocab_size = spec.vocab_size
         chunks.append(chunk.to(ranks.torch_device))
     for router in (router for chunk in chunks for router in routers(chunk)):
         router.frozen_expert_bias = config.replay.expert_bias == "frozen"
-        _forget_globally(router.router_replay)
     if chunks[-1].post_process and (trainable and config.train.builds_mtp if mtp is None else mtp):
         from moerl.train.mtp import attach
 
@@ -320,12 +322,17 @@ def build_model(spec: ModelSpec, config: Config, ranks: Ranks, *, trainable: boo
     return chunks
 
 
-def _forget_globally(instance: Any) -> None:
-    """Take a router's replay object off Megatron's process-wide list, which would keep rebuilt models alive and in the way."""
-    if instance is None:
-        return
-    everyone = type(instance).global_router_replay_instances
-    everyone[:] = [other for other in everyone if other is not instance]
+@contextmanager
+def no_global_routers() -> Iterator[None]:
+    """Keep new routers off Megatron's process-wide list, even if building fails: it would keep models alive, and in the way of others."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    everyone = RouterReplay.global_router_replay_instances
+    before = list(everyone)
+    try:
+        yield
+    finally:
+        everyone[:] = before
 
 
 def _wrap(chunk: torch.nn.Module, number: int) -> torch.nn.Module:

@@ -163,6 +163,16 @@ def test_a_rebuilt_model_leaves_nothing_behind(setup):
     assert [ref() for ref in left] == [None] * 6
 
 
+def test_a_model_that_could_not_be_built_leaves_no_routers():
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    before = list(RouterReplay.global_router_replay_instances)
+    with pytest.raises(ValueError, match="refused"), megatron.no_global_routers():
+        RouterReplay()
+        raise ValueError("refused")
+    assert RouterReplay.global_router_replay_instances == before
+
+
 def test_megatrons_global_list_has_no_say(setup, model, replay):
     """Its order is that of construction, and other models' routers are in it: replay goes by the model's layers alone."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -204,17 +214,16 @@ def test_mtp_layers_choose_by_themselves(setup):
     made = setup.make({"first_k_dense_replace": 0})
     settings = megatron.transformer_config(made.spec, made.settings(mtp_num_layers=1), setup.ranks)
     block = block_spec(settings, None)
-    model = GPTModel(
-        config=settings,
-        transformer_layer_spec=block,
-        mtp_block_spec=get_gpt_mtp_block_spec(settings, block, use_transformer_engine=False),
-        vocab_size=made.spec.vocab_size,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-    )
+    with megatron.no_global_routers():
+        model = GPTModel(
+            config=settings,
+            transformer_layer_spec=block,
+            mtp_block_spec=get_gpt_mtp_block_spec(settings, block, use_transformer_engine=False),
+            vocab_size=made.spec.vocab_size,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+        )
     model.moerl_vocab_size = made.spec.vocab_size
-    for router in routers(model):
-        megatron._forget_globally(router.router_replay)
     (ahead,) = routers(model.mtp)
     replay, one = RouteReplay([model], made.layout), microbatch(made.layout, 0)
     assert ahead.layer_number == 1
