@@ -19,7 +19,6 @@ steps here are large, so that they are anywhere, as after a long run; right afte
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 import msgspec
 
 from moerl.errors import ReshardError
+from moerl.ports import free_port
 
 RANKS = 2
 _OTHERS = {"compatible": "compatible", "refit": "mcore_refit", "transport": "raw_transport"}
@@ -167,11 +167,8 @@ def _ratio(ways: dict[str, Timed], name: str) -> float:
 
 def _torchrun(module: str, *arguments: str) -> subprocess.CompletedProcess:
     """Run a module on `RANKS` ranks of one thread each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = ["-m", "moerl.train.elastic", f"--nproc-per-node={RANKS}", "--rdzv-backend=static", "--master-addr=127.0.0.1"]
-    command = [sys.executable, *launcher, f"--master-port={port}", "-m", module, *arguments]
+    command = [sys.executable, *launcher, f"--master-port={free_port()}", "-m", module, *arguments]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join((root, os.environ["PYTHONPATH"])) if "PYTHONPATH" in os.environ else root
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

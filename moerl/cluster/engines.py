@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _DEATH_NOTICE_S = 3.0
 """How long a broken connection may precede the end of the server's main process."""
+_STARTS = 3
 _START_GRACE_S = 60.0
 _CONTROL_GRACE_S = 10.0
 _STOP_TIMEOUT_S = 30.0
@@ -64,9 +65,17 @@ class EngineActor:
         self._tokens, self._paused_s, self._paused_at = 0, 0.0, None
 
     async def start(self) -> str:
-        """Start the server and wait until it is healthy; its url."""
-        self._server.start()
-        await asyncio.to_thread(self._server.wait_healthy)
+        """Start the server and wait until it is healthy; its url. If somebody took one of its ports meanwhile, with others."""
+        for left in reversed(range(_STARTS)):
+            self._server.start()
+            try:
+                await asyncio.to_thread(self._server.wait_healthy)
+                break
+            except EngineError:
+                if not left or not self._server.met_a_taken_port():
+                    raise
+            logger.warning("engine %d starts again: a port that it had chosen was taken before it got there", self._number)
+            await asyncio.to_thread(self._server.stop)
         timeouts = self._config.engine.request_timeout_s, self._config.rollout.request_timeout_s
         self._client = await EngineClient(self._server.url, *timeouts).__aenter__()
         return self._server.url

@@ -6,7 +6,8 @@ that started it. The processes that hold a model get
 - checksums of every tensor a forward pass reads: MLA's `w_kc` and `w_vc` are derived from `kv_b_proj` and SGLang's
   `/weights_checker` leaves them out, so a rebuild that was forgotten would go unnoticed;
 - the same hash on every device (SGLang's own differs between CPU and CUDA);
-- a mark in `/server_info` (`internal_states[*].moerl`), by which `server.py` knows that all this is in force;
+- marks in `/server_info` (`internal_states[*]`): `moerl`, by which `server.py` knows that all this is in force, and
+  `moerl_process_group`, by which it knows its own server from another that took the port;
 - on CPU: plain host memory for the route buffer, MLA under torch's own attention, DP attention's fill value, and one
   attention call per decoding step for all requests of a batch instead of one per request.
 
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-MARK = "moerl"
+MARK, GROUP = "moerl", "moerl_process_group"
 VERSION = 1
 _MODEL_PROCESS = "sglang.srt.managers.scheduler"
 _PR_SET_PDEATHSIG = 1
@@ -84,7 +85,7 @@ def _with_derived(original: Any, checker: Any) -> Iterator[tuple[str, "torch.Ten
 
 
 def _mark(result: Any, *args: Any) -> Any:
-    result.internal_state[MARK] = VERSION
+    result.internal_state |= {MARK: VERSION, GROUP: os.getpgrp()}
     return result
 
 

@@ -30,6 +30,7 @@ from moerl.config.native import OWNED_SGLANG
 from moerl.config.schema import Engine
 from moerl.errors import ConfigError, EngineError, RolloutError, TraceError
 from moerl.models import read_spec
+from moerl.ports import free_port
 from moerl.rollout import plugin
 from moerl.rollout.check import decode_routes
 from moerl.rollout.client import KEEP_ALIVE_S
@@ -40,6 +41,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 30
 _POLL_S = 0.2
 _PROBE_TOKENS = [0, 1, 0]
+_TAKEN = ("address already in use", "EADDRINUSE")
 
 # The kernel's parent-death signal survives exec, so the server needs no wrapper process and no code between fork and exec.
 _BOOTSTRAP = """
@@ -153,7 +155,7 @@ class EngineServer:
     Args:
         model_path: Hugging Face folder.
         sglang: the `[sglang]` table (field names of SGLang's ServerArgs).
-        port: None picks a free one.
+        port: None picks a free one at each start.
         log_path: receives stdout and stderr of all the server's processes; appended to.
         version: weight version of the folder's weights.
         seed: of the engine's sampler.
@@ -178,7 +180,7 @@ class EngineServer:
         self.seed = seed
         self.device = resolve_device(engine.device)
         self.process: subprocess.Popen[bytes] | None = None
-        self._port = port
+        self._wanted = self._port = port
         self._log_start = 0
         self._scratch: Path | None = None
 
@@ -197,7 +199,7 @@ class EngineServer:
         """
         if self.alive():
             raise EngineError(f"the engine at {self.url} is already running; stop it first")
-        port = _free_port(self._port)
+        port = free_port(HOST) if self._wanted is None else _check_free(self._wanted)
         arguments = command_line(
             self.model_path, self.engine, self.sglang, device=self.device, port=port, version=self.version, seed=self.seed
         )
@@ -227,7 +229,7 @@ class EngineServer:
                 routes, or runs without the plugin.
         """
         deadline = time.monotonic() + self.engine.start_timeout_s
-        while not self._answers(deadline):
+        while (info := self._info(deadline)) is None:
             if not self.alive():
                 raise self.died()
             if time.monotonic() > deadline:
@@ -236,12 +238,19 @@ class EngineServer:
                     f"(engine.start_timeout_s); the end of its log {self.log_path}:\n{self._log_tail()}"
                 )
             time.sleep(_POLL_S)
-        self._check_info(self._request("/server_info", None, deadline))
+        self._check_info(info)
         self._check_probe(deadline)
 
     def alive(self) -> bool:
         """Whether the server's main process runs."""
         return self.process is not None and self.process.poll() is None
+
+    def met_a_taken_port(self) -> bool:
+        """Whether a server that is not alive gave up since somebody else listened on one of its ports.
+
+        Each is chosen when it is free, and taken when the server gets there, some seconds later.
+        """
+        return not self.alive() and any(words in line for line in self._log() for words in _TAKEN)
 
     def died(self) -> EngineError:
         """An error (to raise) with the exit code and the last lines of the log of a server that is not alive."""
@@ -287,12 +296,16 @@ class EngineServer:
         self.process.poll()
         return _group_members(group)
 
-    def _answers(self, deadline: float) -> bool:
+    def _info(self, deadline: float) -> dict[str, Any] | None:
+        """What the server says of itself; None if it does not answer, or another does that took its port."""
+        soon = min(deadline, time.monotonic() + 5)
         try:
-            self._request("/health", None, min(deadline, time.monotonic() + 5))
+            self._request("/health", None, soon)
+            info = self._request("/server_info", None, soon)
         except EngineError:
-            return False
-        return True
+            return None
+        groups = {state.get(plugin.GROUP, self.process.pid) for state in info["internal_states"]}
+        return info if groups == {self.process.pid} else None
 
     def _request(self, path: str, body: dict[str, Any] | None, deadline: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -332,13 +345,16 @@ class EngineServer:
             raise EngineError(f"the engine at {self.url} does not record routes properly: {error}") from error
         self._request("/flush_cache", {}, deadline)
 
+    def _log(self) -> list[str]:
+        """What this server logged last."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 65536))
+            return log.read().decode(errors="replace").splitlines()
+
     def _log_tail(self) -> str:
         if not self.log_path.exists():
             return "  (no log)"
-        with self.log_path.open("rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 65536))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join("  " + line[:400] for line in lines[-LOG_LINES:]) or "  (empty)"
+        return "\n".join("  " + line[:400] for line in self._log()[-LOG_LINES:]) or "  (empty)"
 
 
 @cache
@@ -347,17 +363,17 @@ def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _free_port(wanted: int | None) -> int:
+def _check_free(port: int) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, wanted or 0))
+            probe.bind((HOST, port))
             probe.listen(1)
         except OSError as error:
             raise EngineError(
-                f"port {wanted} on {HOST} is already in use ({error.strerror}); stop what listens there or choose another"
+                f"port {port} on {HOST} is already in use ({error.strerror}); stop what listens there or choose another"
             ) from error
-        return probe.getsockname()[1]
+    return port
 
 
 def _signal(send: Callable[[int, int], None], target: int, signal_: signal.Signals) -> None:

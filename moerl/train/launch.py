@@ -9,7 +9,6 @@ after which no process of the run is left.
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from moerl.config.rules import model_problems
 from moerl.config.schema import Config
 from moerl.errors import ConfigError
 from moerl.models import ModelSpec, read_spec
+from moerl.ports import free_port
 from moerl.train import progress
 from moerl.train.processes import no_process_left
 
@@ -161,11 +161,8 @@ def describe(config: Config, spec: ModelSpec, details: Sequence[str] = ()) -> st
 
 
 def _torchrun(config: Config, argv: list[str]) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = ["moerl.train.elastic", f"--nproc-per-node={config.parallel.nproc_per_node}", "--rdzv-backend=static"]
-    launcher += ["--master-addr=127.0.0.1", f"--master-port={port}", "-m", "moerl.train"]
+    launcher += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "moerl.train"]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join((root, os.environ["PYTHONPATH"])) if "PYTHONPATH" in os.environ else root
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(config.train.threads)}

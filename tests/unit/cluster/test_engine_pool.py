@@ -1,5 +1,6 @@
 """The pool's own logic over real Ray actors that only pretend to have an engine."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -44,8 +45,6 @@ def pretend(monkeypatch, tmp_path, local_ray):
 
         async def call(self, method, arguments):
             if self._trouble(method) == "hang":
-                import asyncio
-
                 await asyncio.sleep(600)
             if method == "set_version":
                 self.version = arguments["version"]
@@ -53,8 +52,6 @@ def pretend(monkeypatch, tmp_path, local_ray):
 
         async def generate(self, prompts, sampling, group_size, tag):
             if self._trouble("generate") == "hang":
-                import asyncio
-
                 await asyncio.sleep(600)
             return msgspec.msgpack.encode(
                 [
@@ -172,3 +169,56 @@ def test_stopping_twice_is_harmless_and_a_stopped_pool_is_dead(pretend):
     with pretend as pool:
         pool.stop()
         assert pool.dead() == [0, 1]
+
+
+class PretendServer:
+    """`EngineServer` that does not get up until `ends` is used up: whether each end was for a port."""
+
+    url = "http://127.0.0.1:9"
+    ends: list[bool]
+
+    def __init__(self, *args, **options):
+        self.calls = []
+
+    def start(self):
+        self.calls.append("start")
+
+    def wait_healthy(self):
+        if self.ends:
+            raise EngineError("exited with code 1")
+
+    def met_a_taken_port(self):
+        return self.ends.pop(0)
+
+    def stop(self):
+        self.calls.append("stop")
+
+
+@pytest.mark.parametrize(
+    ("ends", "calls", "fails"),
+    [
+        ([], ["start"], False),
+        ([True, True], ["start", "stop", "start", "stop", "start"], False),
+        ([False], ["start"], True),
+        ([True, False], ["start", "stop", "start"], True),
+        ([True, True, True], ["start", "stop", "start", "stop", "start"], True),
+    ],
+)
+def test_a_taken_port_costs_an_engine_another_start_and_nothing_else_does(monkeypatch, tmp_path, ends, calls, fails):
+    monkeypatch.setattr(engines, "EngineServer", PretendServer)
+    monkeypatch.setattr(PretendServer, "ends", list(ends), raising=False)
+    actor = engines.EngineActor(Config(model=Model(path="unused")), 0, str(tmp_path / "log"), 0)
+
+    async def start():
+        try:
+            return await actor.start()
+        finally:
+            if actor._client is not None:
+                await actor._client.__aexit__(None, None, None)
+
+    if fails:
+        with pytest.raises(EngineError, match="exited with code 1"):
+            asyncio.run(start())
+    else:
+        assert asyncio.run(start()) == PretendServer.url
+    assert actor._server.calls == calls

@@ -1,10 +1,13 @@
 """The server's command line, environment, ports and process group, without SGLang."""
 
+import http.server
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -128,6 +131,39 @@ def test_a_crash_at_start_shows_exit_code_and_log(tmp_path, monkeypatch):
     with pytest.raises(EngineError, match=r"exited with code 3(?s:.)*no such layer") as error:
         engine.wait_healthy()
     assert "earlier life" not in str(error.value)
+
+
+@pytest.mark.parametrize(("last_words", "taken"), [("[Errno 98] ... address already in use", True), ("no such layer", False)])
+def test_a_port_that_was_taken_meanwhile_is_told_from_other_ends(tmp_path, monkeypatch, last_words, taken):
+    engine = stand_in(tmp_path, monkeypatch, f"print({last_words!r}); print('bye\\n' * 40); raise SystemExit(1)")
+    engine.start()
+    assert not engine.met_a_taken_port(), "while it runs, nothing is known"
+    with pytest.raises(EngineError, match="exited with code 1"):
+        engine.wait_healthy()
+    assert engine.met_a_taken_port() == taken
+    engine.stop()
+
+
+def test_another_engine_at_its_port_is_not_taken_for_it(tmp_path, monkeypatch):
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(info(internal_states=[{server.plugin.MARK: 1, server.plugin.GROUP: 1}])).encode())
+
+    with http.server.ThreadingHTTPServer((server.HOST, 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        monkeypatch.setattr(server, "free_port", lambda host: other.server_port)
+        engine = stand_in(tmp_path, monkeypatch, "import time; time.sleep(60)", start_timeout_s=1.0)
+        engine.start()
+        try:
+            assert engine._request("/health", None, time.monotonic() + 5), "what the test needs: it answers"
+            with pytest.raises(EngineError, match="did not become healthy"):
+                engine.wait_healthy()
+        finally:
+            engine.stop(0.1)
+            other.shutdown()
 
 
 def test_an_engine_that_never_answers_meets_its_deadline(tmp_path, monkeypatch):
