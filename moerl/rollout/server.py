@@ -304,8 +304,9 @@ class EngineServer:
             info = self._request("/server_info", None, soon)
         except EngineError:
             return None
-        groups = {state.get(plugin.GROUP, self.process.pid) for state in info["internal_states"]}
-        return info if groups == {self.process.pid} else None
+        states = info.get("internal_states") if isinstance(info, dict) else None
+        mine = states and all(state.get(plugin.GROUP, self.process.pid) == self.process.pid for state in states)
+        return info if mine else None
 
     def _request(self, path: str, body: dict[str, Any] | None, deadline: float) -> Any:
         data = None if body is None else json.dumps(body).encode()

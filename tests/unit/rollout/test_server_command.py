@@ -144,13 +144,14 @@ def test_a_port_that_was_taken_meanwhile_is_told_from_other_ends(tmp_path, monke
     engine.stop()
 
 
-def test_another_engine_at_its_port_is_not_taken_for_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("answer", [{"internal_states": [{"moerl": 1, "moerl_process_group": 1}]}, {}, ["something else"]])
+def test_another_server_at_its_port_is_not_taken_for_it(tmp_path, monkeypatch, answer):
     class Other(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps(info(internal_states=[{server.plugin.MARK: 1, server.plugin.GROUP: 1}])).encode())
+            self.wfile.write(json.dumps(answer).encode())
 
     with http.server.ThreadingHTTPServer((server.HOST, 0), Other) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
@@ -158,7 +159,7 @@ def test_another_engine_at_its_port_is_not_taken_for_it(tmp_path, monkeypatch):
         engine = stand_in(tmp_path, monkeypatch, "import time; time.sleep(60)", start_timeout_s=1.0)
         engine.start()
         try:
-            assert engine._request("/health", None, time.monotonic() + 5), "what the test needs: it answers"
+            assert engine._request("/health", None, time.monotonic() + 5) == answer, "what the test needs"
             with pytest.raises(EngineError, match="did not become healthy"):
                 engine.wait_healthy()
         finally:
