@@ -10,6 +10,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 settings.register_profile("untimed", deadline=None)
+settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("untimed")
 
 _SHARED = {

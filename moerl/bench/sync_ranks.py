@@ -65,7 +65,6 @@ def config_of(settings: Settings, folder: Path) -> Config:
             "diagnostics": {"mismatch_every_steps": 0},
             "parallel": {"tp": RANKS, "ep": RANKS, "nproc_per_node": RANKS},
             "sync": {"bucket_mib": settings.bucket_mib, "verify": "never", "timeout_s": TIMEOUT_S},
-            "sglang": {"sleep_on_idle": True},  # the engine must not take a core from ways that do not use it
         }
     )
 

@@ -79,7 +79,8 @@ def command_line(model_path: str, engine: Engine, sglang: dict[str, Any], *, dev
         "log_level_http": "warning",
     }
     if device == "cpu":
-        options |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
+        # Else an idle engine keeps a core busy that the trainer could use.
+        options |= {"attention_backend": "torch_native", "sampling_backend": "pytorch", "sleep_on_idle": True}
     return [argument for name, value in (options | sglang).items() for argument in _flag(name, value)]
 
 

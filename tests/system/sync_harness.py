@@ -239,9 +239,8 @@ class Fleet:
 
     def _server(self, family: str, tp: int, number: int) -> EngineServer:
         engine = Engine(device="cpu", dtype="float32", tp=tp, max_running_requests=8, max_total_tokens=4096)
-        # An engine that sleeps when idle leaves its core to the tests that don't need it. The soft watchdog only logs what the other
-        # one, which ends the server after minutes, would see.
-        options = {"sleep_on_idle": True, "soft_watchdog_timeout": WATCHDOG_S}
+        # The soft watchdog only logs what the other one, which ends the server after minutes, would see.
+        options = {"soft_watchdog_timeout": WATCHDOG_S}
         log = self._root / f"{family}-tp{tp}-{number}.log"
         return EngineServer(self.checkpoints(family)[1], engine, options, log_path=log, seed=1)
 

@@ -1,6 +1,7 @@
 """A real SGLang server on CPU with a tiny DeepSeek-V3: routes, versions, checksums, and every way it may die."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -65,9 +66,13 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 180))
 
 
+_calls = itertools.count()
+
+
 async def groups_of(clients, layout, **changes):
+    """With request ids of its own: an engine may still know those that were just aborted."""
     sampling = Sampling(12, 1.0, True, layout, 3)
-    size, tag = changes.pop("group_size", 3), changes.pop("tag", "group")
+    size, tag = changes.pop("group_size", 3), changes.pop("tag", f"group{next(_calls)}")
     return await generate_groups(clients, PROMPTS, replace(sampling, **changes), group_size=size, tag=tag)
 
 

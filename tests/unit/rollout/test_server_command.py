@@ -36,9 +36,12 @@ def test_command_line_on_cpu():
     assert value(args, "--random-seed") == "9"
     assert "--enable-return-routed-experts" in args
     assert "--enable-fp32-lm-head" in args
+    assert "--sleep-on-idle" in args
+    assert "--sleep-on-idle" not in arguments({"sleep_on_idle": False})
 
 
 def test_cuda_keeps_sglangs_own_backends():
+    assert "--sleep-on-idle" not in arguments({}, "cuda")
     assert "--attention-backend" not in arguments({}, "cuda")
     assert "--sampling-backend" not in arguments({}, "cuda")
 
