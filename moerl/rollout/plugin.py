@@ -1,4 +1,4 @@
-"""What moerl adds inside SGLang's processes: the only module that imports SGLang.
+"""What moerl adds inside SGLang's processes. Beside `reshard.plugin`, the receiving end of weight sync, the one module that imports SGLang.
 
 SGLang calls `register` in every process it starts (entry point group `sglang.srt.plugins`, name `moerl`). No process outlives the one
 that started it. The processes that hold a model get

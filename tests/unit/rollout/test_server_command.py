@@ -140,11 +140,23 @@ def test_a_crash_at_start_shows_exit_code_and_log(tmp_path, monkeypatch):
 def test_a_port_that_was_taken_meanwhile_is_told_from_other_ends(tmp_path, monkeypatch, last_words, taken):
     engine = stand_in(tmp_path, monkeypatch, f"print({last_words!r}); print('bye\\n' * 40); raise SystemExit(1)")
     engine.start()
-    assert not engine.met_a_taken_port(), "while it runs, nothing is known"
     with pytest.raises(EngineError, match="exited with code 1"):
         engine.wait_healthy()
     assert engine.met_a_taken_port() == taken
     engine.stop()
+
+
+def test_an_engine_that_runs_has_its_ports_whatever_it_logs(tmp_path, monkeypatch):
+    engine = stand_in(tmp_path, monkeypatch, "print('address already in use', flush=True); import time; time.sleep(60)")
+    engine.start()
+    try:
+        deadline = time.monotonic() + 30
+        while not engine._log() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert engine._log() == ["address already in use"]
+        assert not engine.met_a_taken_port()
+    finally:
+        engine.stop(0.1)
 
 
 @pytest.mark.parametrize("answer", [{"internal_states": [{"moerl": 1, "moerl_process_group": 1}]}, {}, ["something else"]])
