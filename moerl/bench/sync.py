@@ -8,8 +8,11 @@ All processes are on this machine, on CPUs. The ways run in turns within each ro
 over the rounds of the ratios of their seconds. Seconds of a sync are those of its phase `transfer`: from the first byte packed until
 the engine has written and answered. The *transport alone* sends messages of the same sizes between as many ranks, already packed, and
 nobody checks or unpacks them: no sync over this transport can be faster. The *refit* is `megatron.core.resharding.swap_model_weights`,
-unchanged; see `sync_refit`. Then the same again over a wire that is slower than memory, as networks are; see `wire`. Shared memory, which
-`sync.transport = "auto"` takes within a machine, is measured after that, by itself.
+unchanged; see `sync_refit`.
+
+Gloo is what `sync.transport = "auto"` takes between machines, so the figures of note are those over a wire that is slower than memory, as
+networks are; see `wire`. The same ways are measured without that first: gloo is then a copy by the cores that pack, check and unpack, and
+their work comes on top of it. Within a machine `auto` takes shared memory, which is measured by itself.
 
 Then the trainer trains on random tokens, and pushes what changed (`sync.delta`). A weight of the engine changes when its float32 master
 moves across the middle between two neighbouring bfloat16 numbers, so the share depends on the size of a step (about the learning rate, less
@@ -41,7 +44,7 @@ class Settings(msgspec.Struct, frozen=True):
     """What is measured: a DeepSeek-V3 in which, as in the real one, 90 % of the weights are experts.
 
     Attributes:
-        bucket_mib: of all ways but Megatron's, which sends a message per parameter. Small, since the model is: some 28 buckets.
+        bucket_mib: of all ways but Megatron's, which sends a message per parameter. Small, since the model is: some 56 buckets of half of it.
         rounds: beside the one that warms up.
         wire_gbit_per_s: of the slow wire, into the engine; the trainer's ranks share it.
         warmup_steps, warmup_lr: of training before changes are counted.
@@ -143,19 +146,19 @@ def figures(measured: Measured) -> dict[str, float]:
 
     Returns:
         bytes_ratio: bytes on the wire by the engine's own. sender_max_over_mean: bytes of the busiest sender by those of the mean one.
-        changed_share: of elements that a training step changes at a learning rate of 1e-6. shared_memory_vs_gloo: of direct.
-        paced_vs_*: over the slow wire.
+        vs_*: over the wire. changed_share: of elements that a training step changes at a learning rate of 1e-6.
+        loopback_vs_*: within the machine. shared_memory_vs_*: of direct in shared memory, within the machine.
     """
-    direct = measured.ways["direct"]
-    shared = statistics.median(direct.seconds) / statistics.median(measured.ways["shared_memory"].seconds)
+    direct, shared_s = measured.ways["direct"], statistics.median(measured.ways["shared_memory"].seconds)
     rl = min(measured.changes, key=lambda change: abs(change.lr - 1e-6))
     return {
         "bytes_ratio": round(direct.wire_nbytes / measured.minimum_nbytes, 6),
-        **{f"vs_{title}": round(_ratio(measured.ways, name), 3) for name, title in _OTHERS.items()},
+        **{f"vs_{title}": round(_ratio(measured.paced, name), 3) for name, title in _OTHERS.items()},
         "sender_max_over_mean": round(measured.sender_max_over_mean, 4),
         "changed_share": round(statistics.mean(rl.changed_share), 6),
-        "shared_memory_vs_gloo": round(shared, 3),
-        **{f"paced_vs_{title}": round(_ratio(measured.paced, name), 3) for name, title in _OTHERS.items()},
+        **{f"loopback_vs_{title}": round(_ratio(measured.ways, name), 3) for name, title in _OTHERS.items()},
+        "shared_memory_vs_gloo": round(statistics.median(direct.seconds) / shared_s, 3),
+        "shared_memory_vs_raw_transport": round(statistics.median(measured.ways["transport"].seconds) / shared_s, 3),
     }
 
 

@@ -20,11 +20,11 @@ from moerl.reshard import group as sync_group
 from moerl.reshard.deadline import Deadline
 from moerl.reshard.transport import Transport
 from moerl.reshard.transport.gloo import GlooTransport
+from moerl.reshard.transport.rooms import ROOMS
 
 HOST, GROUP = "127.0.0.1", "transport"
 TIMEOUT_S = 600.0
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_AHEAD = 2
 
 
 class Bucket(msgspec.Struct, frozen=True):
@@ -45,14 +45,14 @@ def send(transport: Transport, buckets: Sequence[Bucket], peer: int, deadline: D
 
 
 def receive(transport: Transport, buckets: Sequence[Bucket], deadline: Deadline) -> None:
-    """Take messages from the ranks that send them, two ahead as an engine does."""
-    for bucket in buckets[:_AHEAD]:
+    """Take messages from the ranks that send them, as far ahead as an engine does."""
+    for bucket in buckets[:ROOMS]:
         transport.expect(bucket.sender)
     for number in range(len(buckets)):
         transport.take(deadline)
         transport.done()
-        if number + _AHEAD < len(buckets):
-            transport.expect(buckets[number + _AHEAD].sender)
+        if number + ROOMS < len(buckets):
+            transport.expect(buckets[number + ROOMS].sender)
 
 
 class Peer:

@@ -108,7 +108,7 @@ def make_the_plan(config: Config, spec: ModelSpec) -> Plan:
         spec,
         trainer_topology(config.parallel, RANKS, transformer_engine=False),
         engine_topology(config),
-        bucket_bytes=int(config.sync.bucket_mib * 2**20),
+        bucket_bytes=config.sync.bucket_bytes,
         ranks_per_node=RANKS + 1,
     )
 

@@ -261,13 +261,18 @@ class Sync(Section):
     """What an update does to running requests. drain: it waits until none runs. abort: they are cut off and resumed as new requests.
     in_place: they go on with what they have computed. retract: the engine recomputes them under the new weights."""
     bucket_mib: Annotated[float, Field(gt=0)] = 64.0
-    """What travels in one piece; sender and receiver each keep two of them."""
+    """Sender and receiver each keep twice this much memory for what travels: four buckets of half of it, each of them one message."""
     verify: Literal["every", "never"] | Positive = "every"
     """Read every engine parameter back after each sync, never, or after each n-th; what travels is checked in any case."""
     delta: bool = False
     """Send only the elements that changed in the engine's dtype. Lossless; the trainer keeps a copy of what it sent."""
     timeout_s: Seconds = 300.0
     """Deadline of each attempt."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of a bucket of the direct way, at most."""
+        return int(self.bucket_mib * 2**20) // 2
 
     @property
     def ladder(self) -> tuple[Literal["direct", "compatible"], ...]:

@@ -202,7 +202,7 @@ def plan_sync(job: Job) -> tuple[Sync, Summary]:
         job.spec,
         job.trainer,
         job.engine,
-        bucket_bytes=int(job.config.sync.bucket_mib * 2**20),
+        bucket_bytes=job.config.sync.bucket_bytes,
         ranks_per_node=job.ranks_per_node,
     )
     spent, summary, pairs = time.perf_counter() - start, plan.summary(), pair_bytes(plan)

@@ -218,7 +218,7 @@ class Direct:
                 self._spec,
                 trainer,
                 engine,
-                bucket_bytes=int(self._settings.bucket_mib * 2**20),
+                bucket_bytes=self._settings.bucket_bytes,
                 ranks_per_node=1,
                 nodes=[numbers[name] for name in names],
             )

@@ -4,7 +4,7 @@
 
 Runs inside the engine's process, on its live parameters: their addresses never change, so captured CUDA graphs stay valid. Invariants:
 nothing of a bucket is written before its content has proved itself, not even where only changes were sent; a failure leaves the group,
-so that nobody waits for this rank. Memory beyond the model: the transport's two buckets, and one more for deltas and for verifying.
+so that nobody waits for this rank. Memory beyond the model: the transport's buckets, and one more for deltas and for verifying.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,7 @@ from moerl.reshard.lanes import Lane, lanes_in
 from moerl.reshard.orders import Received
 from moerl.reshard.plan import Plan
 from moerl.reshard.transport import Transport
-
-_AHEAD = 2
+from moerl.reshard.transport.rooms import ROOMS
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Receiver:
                 f"{'no complete version' if self.version is None else f'version {self.version}'}; send all weights"
             )
         wire, checksums = 0, []
-        for lane in self._lanes[:_AHEAD]:
+        for lane in self._lanes[:ROOMS]:
             self.transport.expect(lane.peer)
         for number, lane in enumerate(self._lanes):
             header, payload = self.transport.take(deadline)
@@ -64,8 +63,8 @@ class Receiver:
             lane.unpack(content, self.parameters.__getitem__)
             wire += len(payload)
             self.transport.done()
-            if number + _AHEAD < len(self._lanes):
-                self.transport.expect(self._lanes[number + _AHEAD].peer)
+            if number + ROOMS < len(self._lanes):
+                self.transport.expect(self._lanes[number + ROOMS].peer)
         _synchronise(self.transport.device)
         return Received(wire, sum(lane.nbytes for lane in self._lanes), checksums)
 

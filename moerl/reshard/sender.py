@@ -5,8 +5,8 @@
 What engines serve in block-wise fp8 is quantised here, a bucket's parameters at a time.
 
 With deltas, a copy of everything that was sent last is kept in the engine's dtype, and only the elements that differ from it travel:
-lossless, bucket by bucket in whatever form is smallest. Memory beyond the model: the transport's two buckets, and with deltas that
-copy and one bucket more.
+lossless, bucket by bucket in whatever form is smallest. Memory beyond the model: the transport's buckets, and with deltas that copy
+and one bucket more.
 """
 
 from collections import Counter

@@ -3,8 +3,8 @@
     sender:    room(peer) --pack into it--> send(peer, header, nbytes)          flush at the end
     receiver:  expect(peer) ... --> take() -> header, bytes --verify, unpack--> done()
 
-A bucket travels with a header of `HEADER_WORDS` numbers that only sender and receiver understand. Memory beyond the model: two buckets
-of `bucket_bytes` on each side, whatever the number of peers.
+A bucket travels with a header of `HEADER_WORDS` numbers that only sender and receiver understand. Memory beyond the model: `rooms.ROOMS`
+buckets of `bucket_bytes` on each side, whatever the number of peers.
 
 Invariants: buckets from one rank to another arrive in the order in which they were sent; every wait ends at its deadline with an error
 that names the peer; after an error the transport, and the group below it, are of no more use.
@@ -52,7 +52,7 @@ class Transport(Protocol):
         """Return when everything has left."""
 
     def expect(self, peer: int) -> None:
-        """The bucket after those expected so far comes from rank `peer`. At most two may be expected and not done."""
+        """The bucket after those expected so far comes from rank `peer`. At most `ROOMS` may be expected and not done."""
 
     def take(self, deadline: Deadline) -> tuple[list[int], torch.Tensor]:
         """(header, uint8[nbytes]) of the oldest bucket that is expected and was not taken; the bytes are valid until `done`."""

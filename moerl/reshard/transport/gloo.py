@@ -9,7 +9,7 @@ shelf answers so; then this bucket and all that follow go the far way, and `fall
 A message has a head, int64[HEAD]: the caller's header, nbytes, place (0: the bytes came along; n: room n - 1 of the shelf), the shelf's
 offer. The head comes last and is waited for first, as is an answer before the room is used again: see `wire` for why.
 
-Memory: two rooms to send (on the shelf if any peer is near), two to receive, whose pages exist only once something comes the far way.
+Memory: ROOMS rooms to send (on the shelf if any peer is near), ROOMS to receive, whose pages exist only once something comes the far way.
 A bucket leaves its sender only when its receiver expects it, so nothing piles up between them.
 """
 
@@ -28,9 +28,14 @@ from moerl.reshard.transport.rooms import ROOMS, Turns, agree_on_size
 from moerl.reshard.transport.shelf import OFFER_WORDS, Shelf, attach
 
 HEAD = HEADER_WORDS + 2 + OFFER_WORDS
-_BUCKET_TAG, _ANSWER_TAG, _AGAIN_TAG = 1, 2, 3
+_BUCKET_TAG, _ANSWER_TAG = 1, 2
+_AGAIN_TAG, _AGAIN_ANSWER_TAG = 3, 4
+"""Of a bucket that is sent again, while others to the same peer are under way."""
 _DONE = 0
 _PAGE = 4096
+_SHIFT = 32
+"""Bytes by which rooms miss the boundary of a cache line: where a socket's bytes begin just before one, as gloo's do, AMD's Zen 3 copies
+them out of the kernel less than half as fast to such a boundary as to any place 16 to 56 bytes behind it."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,8 @@ class GlooTransport:
         self._coming: list[_Coming | None] = [None] * ROOMS
         self._lender: int | None = None  # on whose shelf the bucket lies that was taken last
         self._attached: dict[int, tuple[list[int], torch.Tensor]] = {}
-        # Answers under way. Who sends a third bucket has heard what became of the first.
-        self._answers: dict[int, deque[wire.Posted]] = defaultdict(lambda: deque(maxlen=ROOMS))
+        # Answers under way, at most two to a bucket. Who sends one more than there are rooms has heard what became of the first.
+        self._answers: dict[int, deque[wire.Posted]] = defaultdict(lambda: deque(maxlen=2 * ROOMS))
 
     def room(self, peer: int, deadline: Deadline) -> torch.Tensor:
         number = self._turns.open(peer)
@@ -104,7 +109,7 @@ class GlooTransport:
         if place and (shelf := self._attach(peer, offer, number, deadline)) is not None:
             self._lender, content = peer, self._parts(shelf)[place - 1]
         else:
-            self._answer(peer, _DONE)
+            self._answer(peer, _DONE, _AGAIN_ANSWER_TAG if place else _ANSWER_TAG)
         self._coming[number] = None
         self._turns.hold()
         return header, content[:nbytes]
@@ -126,11 +131,12 @@ class GlooTransport:
         words += [0] * (HEAD - len(words))
         content = self._out[number][: 1 if offer else max(nbytes, 1)]
         waiting_for = f"rank {peer} to take a bucket"
+        answer_tag = _AGAIN_ANSWER_TAG if tag == _AGAIN_TAG else _ANSWER_TAG
         return _Leaving(
             header=header,
             nbytes=nbytes,
             near=bool(offer),
-            answer=wire.receive(self._group, wire.words([0]), peer, _ANSWER_TAG, waiting_for),
+            answer=wire.receive(self._group, wire.words([0]), peer, answer_tag, waiting_for),
             content=wire.send(self._group, content, peer, tag, waiting_for),
             head=wire.send(self._group, wire.words(words), peer, tag, waiting_for),
         )
@@ -182,8 +188,8 @@ class GlooTransport:
         self._attached[peer] = (offer, shelf)
         return shelf
 
-    def _answer(self, peer: int, code: int) -> None:
-        answer = wire.send(self._group, wire.words([code]), peer, _ANSWER_TAG, f"rank {peer} to hear what became of its bucket")
+    def _answer(self, peer: int, code: int, tag: int = _ANSWER_TAG) -> None:
+        answer = wire.send(self._group, wire.words([code]), peer, tag, f"rank {peer} to hear what became of its bucket")
         self._answers[peer].append(answer)
 
     def _open_shelf(self) -> Shelf | None:
@@ -197,4 +203,4 @@ class GlooTransport:
         return [shelf[number * self._stride :][: self._bytes] for number in range(ROOMS)]
 
     def _private(self) -> list[torch.Tensor]:
-        return [torch.empty(self._bytes, dtype=torch.uint8) for _ in range(ROOMS)]
+        return [torch.empty(_SHIFT + self._bytes, dtype=torch.uint8)[_SHIFT:] for _ in range(ROOMS)]

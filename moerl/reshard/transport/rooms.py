@@ -1,4 +1,4 @@
-"""Whose turn each of the two rooms of a side is, and how large they are: the bookkeeping that all transports share.
+"""Whose turn each of the rooms of a side is, and how large they are: the bookkeeping that all transports share.
 
 Invariants: rooms are used in turn; a room is sent only after it was opened for the same peer; at most `ROOMS` buckets are expected and
 not done; a bucket is taken only after the one before it is done. A call out of order is a ReshardError, not a wrong weight.
@@ -12,8 +12,9 @@ from moerl.errors import ReshardError
 from moerl.reshard.group import SyncGroup
 from moerl.reshard.transport import HEADER_WORDS
 
-ROOMS = 2
-"""On each side: one bucket travels while the other is packed or unpacked."""
+ROOMS = 4
+"""On each side: while one bucket is packed or unpacked, others travel, from or to different peers, so that a wire is busy even where one
+peer's part of it is slower than the whole."""
 
 
 @dataclass

@@ -49,15 +49,16 @@ MEASURED = bench.Measured(
 def test_ratios_are_medians_over_the_rounds_and_above_one_where_direct_is_faster() -> None:
     assert bench.figures(MEASURED) == {
         "bytes_ratio": 1.0,
-        "vs_compatible": 2.0,
-        "vs_mcore_refit": 1.5,
-        "vs_raw_transport": 0.8,
+        "vs_compatible": 1.5,
+        "vs_mcore_refit": 1.25,
+        "vs_raw_transport": 0.95,
         "sender_max_over_mean": 1.25,
         "changed_share": 0.02,
+        "loopback_vs_compatible": 2.0,
+        "loopback_vs_mcore_refit": 1.5,
+        "loopback_vs_raw_transport": 0.8,
         "shared_memory_vs_gloo": 2.0,
-        "paced_vs_compatible": 1.5,
-        "paced_vs_mcore_refit": 1.25,
-        "paced_vs_raw_transport": 0.95,
+        "shared_memory_vs_raw_transport": 1.6,
     }
 
 
@@ -81,7 +82,7 @@ def test_the_model_that_is_measured_is_large_enough_and_mostly_experts() -> None
     experts = 3 * settings.hidden * settings.expert_width * settings.experts * (settings.layers - 1) * 2
     assert 0.85 < experts / plan.minimum_bytes < 0.95
     assert summary.bytes_ratio == 1
-    assert summary.buckets >= 24  # enough for packing, sending and unpacking to overlap
+    assert summary.buckets >= 48  # enough for packing, sending and unpacking to overlap
     assert {int(sender) for sender in plan.buckets["sender"]} == {0, 1}
 
 

@@ -8,9 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moerl.config.schema import Sync
 from moerl.errors import ReshardError, WaitTimeout
 from moerl.reshard.transport import KINDS, open_transport, problem, shelf
-from moerl.reshard.transport.rooms import Turns
+from moerl.reshard.transport.rooms import ROOMS, Turns
 from moerl.reshard.transport.shelf import Shelf, attach
 from tests.unit.reshard import transport_ranks as ranks
 from tests.unit.reshard.transport_ranks import Bucket, Setting, run, values
@@ -86,14 +87,17 @@ class TestContent:
 
 
 class TestMemory:
-    def test_two_buckets_on_each_side(self, two: Setting) -> None:
+    def test_four_buckets_on_each_side(self, two: Setting) -> None:
         buckets = [Bucket(0, 1, SIZE)] * 10
         for result in check(run(two, ranks.exchange, buckets), buckets):
-            assert len(result["places"]) == 2
+            assert len(result["places"]) == ROOMS == 4
+
+    def test_they_are_twice_the_memory_that_is_set(self) -> None:
+        assert ROOMS * Sync(bucket_mib=3.0).bucket_bytes == 2 * 3 * 2**20
 
     def test_nothing_piles_up(self, two: Setting) -> None:
-        size, slack = 8 << 20, 4 << 20
-        own = 0 if two.kind == "shared_memory" else 2 * size
+        size, slack = 4 << 20, 4 << 20
+        own = 0 if two.kind == "shared_memory" else ROOMS * size
         for used in values(run(Setting(two.kind, two.nodes, size), ranks.weigh, 12)):
             assert own / 2 <= used < own + slack
 
@@ -126,6 +130,11 @@ class TestFallbacks:
             "shared_memory": sum(bucket.nbytes for bucket in buckets if bucket.receiver == 3),
         }
         assert "memfd" not in blind["maps"].replace(_own_shelf(blind["maps"]), "")
+
+    def test_several_buckets_in_a_row_to_a_receiver_that_cannot_map(self) -> None:
+        buckets = [Bucket(0, 2 if turn % 8 < 5 else 3, SIZE - turn, unpack_s=0.002) for turn in range(24)]
+        found = check(run(Setting("shared_memory", (0, 0, 0, 0)), ranks.exchange_without, buckets, 2), buckets)
+        assert found[0]["sent"]["gloo"] == sum(bucket.nbytes for bucket in buckets if bucket.receiver == 2)
 
     def test_a_sender_without_shared_memory_says_so(self) -> None:
         buckets = [Bucket(0, 1, SIZE - turn) for turn in range(8)]
@@ -181,7 +190,7 @@ class TestLikeNccl:
     def test_buckets_of_all_sizes_arrive_exactly(self, sizes: list[int]) -> None:
         buckets = [Bucket(0, 1, nbytes) for nbytes in sizes]
         for result in check(run(LIKE_NCCL, ranks.exchange, buckets), buckets):
-            assert len(result["places"]) <= 2
+            assert len(result["places"]) <= ROOMS
 
     def test_a_slow_receiver_loses_nothing(self) -> None:
         buckets = [Bucket(0, 1, SIZE, unpack_s=0.03) for _ in range(12)]
@@ -292,14 +301,14 @@ class TestTurns:
             turns.take()
         with pytest.raises(ReshardError, match="no bucket is taken"):
             turns.done()
-        assert [turns.expect(0), turns.expect(2)] == [0, 1]
-        with pytest.raises(ReshardError, match="2 buckets are expected already"):
+        assert [turns.expect(peer) for peer in (0, 2, 2, 0)] == [0, 1, 2, 3]
+        with pytest.raises(ReshardError, match="4 buckets are expected already"):
             turns.expect(0)
         assert turns.take() == 0
         turns.hold()
         with pytest.raises(ReshardError, match="not done"):
             turns.take()
-        with pytest.raises(ReshardError, match="2 buckets are expected already"):
+        with pytest.raises(ReshardError, match="4 buckets are expected already"):
             turns.expect(0)
         assert turns.done() == 0
         assert turns.expect(0) == 0

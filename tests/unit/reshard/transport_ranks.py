@@ -17,6 +17,7 @@ from moerl.errors import MoerlError, ReshardError
 from moerl.reshard import group as sync_group
 from moerl.reshard.deadline import Deadline
 from moerl.reshard.transport import Transport, open_transport, shelf
+from moerl.reshard.transport.rooms import ROOMS
 from tests.unit.reshard import fake_nccl
 
 # Processes are forked from one that has loaded torch once, and never ran anything.
@@ -157,7 +158,7 @@ def exchange(transport: Transport, rank: int, setting: Setting, buckets: Sequenc
             transport.send(bucket.receiver, (number, bucket.nbytes, -number, 2**63 - 1 - number), bucket.nbytes, deadline)
     transport.flush(deadline)
     mine = [(number, bucket) for number, bucket in enumerate(buckets) if bucket.receiver == rank]
-    for _, bucket in mine[:2]:
+    for _, bucket in mine[:ROOMS]:
         transport.expect(bucket.sender)
     for turn, (number, bucket) in enumerate(mine):
         header, payload = transport.take(deadline)
@@ -166,8 +167,8 @@ def exchange(transport: Transport, rank: int, setting: Setting, buckets: Sequenc
         exact = torch.equal(payload.cpu(), content(number, bucket.nbytes))
         found.append((header[0], exact and header == [number, bucket.nbytes, -number, 2**63 - 1 - number]))
         transport.done()
-        if turn + 2 < len(mine):
-            transport.expect(mine[turn + 2][1].sender)
+        if turn + ROOMS < len(mine):
+            transport.expect(mine[turn + ROOMS][1].sender)
     if close:
         transport.close()
     maps = Path("/proc/self/maps").read_text()
@@ -220,28 +221,21 @@ def exchange_with_gloo(transport: Transport, rank: int, setting: Setting, bucket
 def weigh(transport: Transport, rank: int, setting: Setting, count: int) -> int:
     """Rank 0 sends `count` full buckets to rank 1. Returns the bytes of memory of its own that a rank came to use by it."""
     deadline, before = Deadline("test", setting.timeout_s), _own_bytes()
-    for number in range(count):
-        if rank == 0:
+    if rank == 0:
+        for number in range(count):
             transport.room(1, deadline).fill_(number)
             transport.send(1, (number, 0, 0, 0), setting.bucket_bytes, deadline)
-        elif number == 0:
-            transport.expect(0)
-            transport.expect(0)
-        elif number > 1:
-            _use(transport, number - 2, deadline)
-            transport.expect(0)
-    if rank == 0:
         transport.flush(deadline)
-    else:
-        _use(transport, count - 2, deadline)
-        _use(transport, count - 1, deadline)
+        return _own_bytes() - before
+    for _ in range(ROOMS):
+        transport.expect(0)
+    for number in range(count):
+        _, payload = transport.take(deadline)
+        assert int(payload.min()) == int(payload.max()) == number
+        transport.done()
+        if number + ROOMS < count:
+            transport.expect(0)
     return _own_bytes() - before
-
-
-def _use(transport: Transport, number: int, deadline: Deadline) -> None:
-    _, payload = transport.take(deadline)
-    assert int(payload.min()) == int(payload.max()) == number
-    transport.done()
 
 
 def wait_for(transport: Transport, rank: int, setting: Setting, waiting: int, peer: int, side: str) -> None:
@@ -252,7 +246,7 @@ def wait_for(transport: Transport, rank: int, setting: Setting, waiting: int, pe
     if side == "take":
         transport.expect(peer)
         transport.take(deadline)
-    for number in range(3 if side == "room" else 2):
+    for number in range(ROOMS + 1 if side == "room" else ROOMS):
         transport.room(peer, deadline)
         transport.send(peer, (number, 0, 0, 0), 100, deadline)
     transport.flush(deadline)
