@@ -181,7 +181,7 @@ void cast_rows(const Rows& r) {
 struct Job {
   const Box* boxes;
   const std::int32_t* owners;  // of each chunk: the number of its box
-  i64 chunks;
+  i64 end;  // the chunk behind the last
   u8* const* tensors;
   u8* bucket;
   bool pack;
@@ -216,8 +216,8 @@ void move_span(const Job& job, const Box& box, Span span) {
 void work(const Job& job, std::atomic<i64>& next) {
   for (;;) {
     const i64 begin = next.fetch_add(kGroup, std::memory_order_relaxed);
-    if (begin >= job.chunks) break;
-    const i64 end = begin + kGroup < job.chunks ? begin + kGroup : job.chunks;
+    if (begin >= job.end) break;
+    const i64 end = begin + kGroup < job.end ? begin + kGroup : job.end;
     for (i64 chunk = begin; chunk < end;) {
       const Box& box = job.boxes[job.owners[chunk]];
       i64 last = chunk;
@@ -236,14 +236,14 @@ extern "C" {
 
 int pack_interface() { return moerl::kInterface; }
 
-// Into the bucket if `pack`, else out of it.
-void pack_move(const moerl::Box* boxes, const std::int32_t* owners, std::int64_t chunks, std::uint8_t* const* tensors,
+// The chunks [begin, end), into the bucket if `pack`, else out of it.
+void pack_move(const moerl::Box* boxes, const std::int32_t* owners, std::int64_t begin, std::int64_t end, std::uint8_t* const* tensors,
                std::uint8_t* bucket, int pack, int threads) {
-  const bool past = !pack || chunks * moerl::kChunkBytes > moerl::kCached;
-  const moerl::Job job{boxes, owners, chunks, tensors, bucket, pack != 0, past};
-  const std::int64_t groups = (chunks + moerl::kGroup - 1) / moerl::kGroup;
+  const bool past = !pack || (end - begin) * moerl::kChunkBytes > moerl::kCached;
+  const moerl::Job job{boxes, owners, end, tensors, bucket, pack != 0, past};
+  const std::int64_t groups = (end - begin + moerl::kGroup - 1) / moerl::kGroup;
   if (threads > groups) threads = static_cast<int>(groups);
-  std::atomic<std::int64_t> next{0};
+  std::atomic<std::int64_t> next{begin};
   std::vector<std::thread> helpers;
   try {
     for (int i = 1; i < threads; ++i) helpers.emplace_back([&] { moerl::work(job, next); });

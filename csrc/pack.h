@@ -22,7 +22,7 @@ using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 
 // Mirrors `COLUMNS` and `CHUNK_BYTES` in moerl/reshard/pack/table.py; change both and kInterface.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 constexpr i64 kChunkBytes = 16384;  // of the bucket: how the work is split, so that large and small boxes balance
 constexpr int kDims = 4;
 

@@ -44,7 +44,8 @@ class Settings(msgspec.Struct, frozen=True):
     """What is measured: a DeepSeek-V3 in which, as in the real one, 90 % of the weights are experts.
 
     Attributes:
-        bucket_mib: of all ways but Megatron's, which sends a message per parameter. Small, since the model is: some 56 buckets of half of it.
+        bucket_mib: of all ways but Megatron's, which sends a message per parameter. Small, since the model is: some 56 buckets of half
+            of it.
         rounds: beside the one that warms up.
         wire_gbit_per_s: of the slow wire, into the engine; the trainer's ranks share it.
         warmup_steps, warmup_lr: of training before changes are counted.

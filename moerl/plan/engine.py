@@ -72,8 +72,8 @@ def kv_itemsize(config: Config) -> int:
 
 
 def engine_memory(spec: ModelSpec, weights: EngineWeights, token_bytes: int, tokens: int, bucket: int) -> dict[str, int]:
-    """Bytes of one rank by part, with a cache of `tokens` tokens; twice `sync.bucket_mib`, and the route recorder's host-side copy left out:
-    on the GPU it keeps int32 [tokens of one batch, MoE layers, topk], counted for 8192 tokens (SGLang's chunked prefill).
+    """Bytes of one rank by part, with a cache of `tokens` tokens. Of `bucket` there are two. The route recorder's host-side copy is left
+    out: on the GPU it keeps int32 [tokens of one batch, MoE layers, topk], counted for 8192 tokens (SGLang's chunked prefill).
     """
     return {
         "weights": weights.total,

@@ -12,6 +12,9 @@ bits. Any other damage with odds of about 2^-63, and worse where all changes are
 The multipliers are constants: this guards against mistakes (a stale or overwritten buffer, a swap, a bad bit), not against an adversary.
 """
 
+from collections import deque
+from collections.abc import Iterable
+
 import torch
 import xxhash
 
@@ -31,6 +34,22 @@ def checksum(bucket: torch.Tensor) -> int:
     if bucket.device.type == "cpu":
         return xxhash.xxh3_64_intdigest(bucket.numpy()) & _MASK
     return position_sum(bucket)
+
+
+def checksum_behind(writer: Iterable[int], bucket: torch.Tensor) -> int:
+    """`checksum` of a bucket that is being written: on a CPU, each part of it while it is still in a cache.
+
+    Args:
+        writer: yields the byte up to which the bucket is written; all of it in the end.
+    """
+    if bucket.device.type != "cpu":
+        deque(writer, maxlen=0)
+        return checksum(bucket)
+    found, content, begin = xxhash.xxh3_64(), bucket.numpy(), 0
+    for end in writer:
+        found.update(content[begin:end])
+        begin = end
+    return found.intdigest() & _MASK
 
 
 def position_sum(bucket: torch.Tensor, chunk_words: int = _CHUNK_WORDS) -> int:

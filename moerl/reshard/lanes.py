@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from moerl.errors import ReshardError
-from moerl.reshard.pack import Box, Table, build, pack, unpack
+from moerl.reshard.checksum import checksum_behind
+from moerl.reshard.pack import Box, Table, build, pack, pack_in_parts, unpack
 from moerl.reshard.plan import Copy, Plan
 
 Tensors = Callable[[str], torch.Tensor]
@@ -41,6 +42,11 @@ class Lane:
         """Gather its content into uint8[nbytes]."""
         held = self._prepare(tensors)
         pack(self.table, held, bucket)
+
+    def pack_with_checksum(self, tensors: Tensors, bucket: torch.Tensor) -> int:
+        """Like `pack`; returns the `checksum` of the content."""
+        held = self._prepare(tensors)
+        return checksum_behind(pack_in_parts(self.table, held, bucket), bucket)
 
     def unpack(self, bucket: torch.Tensor, tensors: Tensors) -> None:
         """Scatter uint8[nbytes] into the tensors, in place."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 
 from moerl.reshard import delta
-from moerl.reshard.checksum import checksum
 from moerl.reshard.deadline import Deadline
 from moerl.reshard.fp8 import sources
 from moerl.reshard.lanes import Lane, Tensors, lanes_out
@@ -74,8 +73,8 @@ class Sender:
         for number, lane in enumerate(self._lanes):
             room = transport.room(lane.peer, deadline)
             content = room[: lane.nbytes]
-            lane.pack(sources(lane.copies, tensors, self._block, power_of_two=self._power_of_two).__getitem__, content)
-            check, found = checksum(content), None
+            held = sources(lane.copies, tensors, self._block, power_of_two=self._power_of_two)
+            check, found = lane.pack_with_checksum(held.__getitem__, content), None
             if self._keeps:
                 found = self._replace(number, lane, content, known)
             kind, nbytes = (found.kind, found.nbytes) if found else (delta.FULL, lane.nbytes)

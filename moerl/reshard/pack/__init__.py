@@ -7,7 +7,7 @@ box, which is the reference. The first that can be used on the tensors' device i
 Bytes of the bucket that no box covers, and elements of the tensors outside of the boxes, are not touched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from moerl.errors import ReshardError
 from moerl.reshard.pack.table import Box, Table, build, check
 
-__all__ = ["WAYS", "Box", "Table", "build", "pack", "pick", "problems", "unpack"]
+__all__ = ["WAYS", "Box", "Table", "build", "pack", "pack_in_parts", "pick", "problems", "unpack"]
 
 WAYS = ("cuda", "native", "triton", "reference")  # the best first; each a module, imported when it is asked for
 
@@ -37,6 +37,22 @@ def pack(table: Table, tensors: Sequence[torch.Tensor], bucket: torch.Tensor, *,
         ReshardError: tensors or bucket differ from those of the table, or `way` cannot be used.
     """
     return _move(table, tensors, bucket, threads, way, pack=True)
+
+
+def pack_in_parts(table: Table, tensors: Sequence[torch.Tensor], bucket: torch.Tensor) -> Iterator[int]:
+    """Like `pack`, but where one thread packs on a CPU it stops now and then, so that a part can be read while it is in the core's cache.
+
+    Yields:
+        The byte up to which the bucket is packed; its length in the end.
+    """
+    if pick(bucket.device) != "native" or torch.get_num_threads() > 1:
+        pack(table, tensors, bucket)
+    else:
+        check(table, tensors, bucket)
+        for first, behind, end in table.parts:
+            _module("native").move(table, tensors, bucket, pack=True, threads=1, chunks=(first, behind))
+            yield end
+    yield len(bucket)
 
 
 def unpack(table: Table, bucket: torch.Tensor, tensors: Sequence[torch.Tensor], *, threads: int | None = None, way: str = "") -> int:

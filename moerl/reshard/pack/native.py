@@ -13,7 +13,7 @@ import torch
 
 from moerl.reshard.pack.table import Table
 
-INTERFACE = 1  # kInterface of the csrc/pack.h that fits `table`
+INTERFACE = 2  # kInterface of the csrc/pack.h that fits `table`
 _POINTER = ctypes.c_void_p
 
 
@@ -22,13 +22,19 @@ def problem(device: torch.device) -> str:
     return f"it moves tensors on a CPU, not on {device}" if device.type != "cpu" else _library()[1]
 
 
-def move(table: Table, tensors: Sequence[torch.Tensor], bucket: torch.Tensor, *, pack: bool, threads: int) -> int:
-    """Into the bucket if `pack`, else out of it. Returns the number of launches."""
+def move(
+    table: Table, tensors: Sequence[torch.Tensor], bucket: torch.Tensor, *, pack: bool, threads: int, chunks: tuple[int, int] | None = None
+) -> int:
+    """Into the bucket if `pack`, else out of it: all chunks of the table, or those from the first to before the second number.
+
+    Returns:
+        The number of launches.
+    """
     library, why = _library()
     if library is None:
         raise RuntimeError(why)
     addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    work = table.rows.ctypes.data, table.owners.ctypes.data, len(table.owners)
+    work = table.rows.ctypes.data, table.owners.ctypes.data, *(chunks or (0, len(table.owners)))
     library.pack_move(*work, addresses.ctypes.data, bucket.data_ptr(), pack, threads)
     return 1
 
@@ -58,6 +64,6 @@ def load(stem: str, needs: str) -> tuple[ctypes.CDLL | None, str]:
 def _library() -> tuple[ctypes.CDLL | None, str]:
     library, why = load("_pack", "a C++ compiler (g++ or clang++)")
     if library is not None:
-        library.pack_move.argtypes = (_POINTER, _POINTER, ctypes.c_int64, _POINTER, _POINTER, ctypes.c_int, ctypes.c_int)
+        library.pack_move.argtypes = (_POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64, _POINTER, _POINTER, ctypes.c_int, ctypes.c_int)
         library.pack_move.restype = None
     return library, why

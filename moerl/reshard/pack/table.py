@@ -8,6 +8,7 @@ what is contiguous on both sides is one run. A table holds no tensors, only what
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -18,6 +19,8 @@ from moerl.errors import ReshardError
 
 COLUMNS = ("tensor", "offset", "at", "chunk", "units", "run", "tensor_bytes", "bucket_bytes", "sizes", "strides")  # `Box` in csrc/pack.h
 CHUNK_BYTES = 16384
+PART_BYTES = 1 << 18
+"""What a core's own cache holds for certain, beside what it was packed from."""
 DIMS = 4
 
 _WIDTH = 16  # int64 per descriptor
@@ -107,6 +110,16 @@ class Table:
     owners: np.ndarray
     repeats: tuple[str, ...]
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """The bucket in parts of about `PART_BYTES`: (first chunk, the one behind the last, the byte at which the next part begins)."""
+        numbers, boxes = np.arange(len(self.owners)), self.rows[self.owners]
+        starts = boxes[:, COLUMNS.index("at")] + (numbers - boxes[:, COLUMNS.index("chunk")]) * CHUNK_BYTES
+        wanted = np.arange(PART_BYTES, self.bucket_nbytes, PART_BYTES)
+        cuts = [0, *(int(cut) for cut in np.unique(np.searchsorted(starts, wanted)) if 0 < cut < len(starts)), len(starts)]
+        ends = [*(int(starts[cut]) for cut in cuts[1:-1]), self.bucket_nbytes]
+        return list(zip(cuts[:-1], cuts[1:], ends, strict=True))
 
 
 def build(boxes: Sequence[Box], tensors: Sequence[torch.Tensor], bucket_nbytes: int) -> Table:

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moerl.errors import ReshardError
-from moerl.reshard.checksum import _LENGTH, _STEP, checksum, position_sum
+from moerl.reshard.checksum import _LENGTH, _STEP, checksum, checksum_behind, position_sum
 
 MASK = (1 << 63) - 1
 
@@ -82,6 +82,18 @@ def test_every_bit_of_every_word_counts() -> None:
         found.add(position_sum(bucket_of(bytes(content))))
         content[bit // 8] ^= 1 << bit % 8
     assert len(found) == 1 + 8 * len(content)
+
+
+@given(st.binary(max_size=4000), st.lists(st.integers(0, 4000), max_size=6))
+def test_a_bucket_that_is_being_written(content: bytes, cuts: list[int]) -> None:
+    bucket, written = torch.zeros(len(content), dtype=torch.uint8), bucket_of(content)
+
+    def write():
+        for end in sorted({min(cut, len(content)) for cut in cuts} | {len(content)}):
+            bucket[:end] = written[:end]
+            yield end
+
+    assert checksum_behind(write(), bucket) == checksum(written)
 
 
 def test_a_bucket_is_not_copied_on_a_cpu() -> None:

@@ -21,7 +21,7 @@ def carried_out(plan, sources, targets):
     for sender, held in enumerate(sources):
         for lane in lanes_out(plan, sender):
             bucket = torch.full((lane.nbytes,), 255, dtype=torch.uint8)
-            lane.pack(held.__getitem__, bucket)
+            assert lane.pack_with_checksum(held.__getitem__, bucket) == checksum(bucket)
             sent[sender, lane.peer - plan.senders, lane.step] = bucket
     found = []
     for receiver, held in enumerate(targets):

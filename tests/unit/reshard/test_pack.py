@@ -9,17 +9,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from moerl.errors import ReshardError
 from moerl.reshard import pack as packing
-from moerl.reshard.pack import Box, build, cuda, native, pack, unpack
+from moerl.reshard.pack import Box, build, cuda, native, pack, pack_in_parts, unpack
 from moerl.reshard.pack import reference as torch_way
-from tests.unit.reshard.pack_cases import BF16, F32, Case, agree, cases
+from moerl.reshard.pack import table as tables
+from tests.unit.reshard.pack_cases import BF16, F32, Case, agree, cases, hold
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, U8, F8 = torch.device("cpu"), torch.uint8, torch.float8_e4m3fn
@@ -97,6 +100,22 @@ def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str
 @given(cases())
 def test_threads_agree_with_the_reference(case: Case) -> None:
     agree(case, native.move)
+
+
+@needs_native
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(), part_bytes=st.sampled_from([1, 20000, 1 << 18]), threads=st.sampled_from([1, 1, 2]))
+def test_parts_are_final_when_they_are_told_and_make_the_whole(case: Case, part_bytes: int, threads: int) -> None:
+    expected, got, ends = hold(case), hold(case), []
+    table = build(case.boxes, *got.table_args)
+    pack(table, expected.tensors, expected.bucket, way="reference")
+    with patch.object(tables, "PART_BYTES", part_bytes), patch.object(torch, "get_num_threads", lambda: threads):
+        for end in pack_in_parts(table, got.tensors, got.bucket):
+            assert torch.equal(got.bucket[:end], expected.bucket[:end])
+            ends.append(end)
+    assert ends == sorted(ends)
+    assert ends[-1] == len(got.bucket)
+    assert threads > 1 or part_bytes > 1 or len(ends) >= len(table.owners)
 
 
 @needs_native
@@ -306,8 +325,9 @@ def test_without_the_compiled_kernel_torch_packs_and_the_reason_is_told(monkeypa
 @pytest.mark.usefixtures("_forget")
 def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     native._library.cache_clear()
+    built = native.INTERFACE
     monkeypatch.setattr(native, "INTERFACE", -1)
-    assert "is of another version (1, expected -1)" in packing.problems(CPU)["native"]
+    assert f"is of another version ({built}, expected -1)" in packing.problems(CPU)["native"]
 
 
 def test_the_ways_of_a_device() -> None:
