@@ -261,7 +261,8 @@ class Sync(Section):
     """What an update does to running requests. drain: it waits until none runs. abort: they are cut off and resumed as new requests.
     in_place: they go on with what they have computed. retract: the engine recomputes them under the new weights."""
     bucket_mib: Annotated[float, Field(gt=0)] = 64.0
-    """Sender and receiver each keep twice this much memory for what travels: four buckets of half of it, each of them one message."""
+    """Sender and receiver each keep twice this much memory for what travels: four buckets of half of it, each of them one message.
+    The compatible way broadcasts whole ones."""
     verify: Literal["every", "never"] | Positive = "every"
     """Read every engine parameter back after each sync, never, or after each n-th; what travels is checked in any case."""
     delta: bool = False
